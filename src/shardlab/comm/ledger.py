@@ -1,0 +1,192 @@
+"""The ledger: every collective of a rank, with the bytes handed to it and the bytes it sends.
+
+`payload` is what was handed to the verb, always counted. `wire` is what this rank sends for it; for an operation of the
+backend, which does not tell, it is derived from the ring algorithm and marked so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from . import flight
+
+
+@dataclass(slots=True)
+class Entry:
+    """One collective of one rank. Times are seconds on the host's monotonic clock; bytes are bytes."""
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    shape: tuple[int, ...]
+    dtype: str
+    payload: int
+    wire: float
+    derived: bool
+    phase: str  # "forward", or "backward" inside autograd's backward pass (recomputation there included)
+    site: str
+    start: float
+    end: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """A list of entries that sums and prints itself. Plain data: it can be returned from a rank, and merged."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @classmethod
+    def merge(cls, ledgers: Iterable[Ledger]) -> Ledger:
+        """One ledger of all ranks, in the order of their starts."""
+        return cls(sorted((e for ledger in ledgers for e in ledger.entries), key=lambda e: e.start))
+
+    def where(self, keep: Callable[[Entry], bool] | None = None, /, **equal) -> Ledger:
+        """The entries whose fields equal the given ones (`op="all_reduce", rank=0`) and for which `keep` is true."""
+        return Ledger([e for e in self.entries
+                       if all(getattr(e, k) == v for k, v in equal.items()) and (keep is None or keep(e))])
+
+    @property
+    def payload(self) -> int:
+        """Bytes handed to the verbs, summed over all entries."""
+        return sum(e.payload for e in self.entries)
+
+    @property
+    def wire(self) -> float:
+        """Bytes sent, summed over all entries (derived ones included)."""
+        return sum(e.wire for e in self.entries)
+
+    def sums(self) -> dict[tuple[str, str, str], tuple[int, int, float]]:
+        """{(axis, op, phase): (calls, payload bytes, wire bytes)}, in order of first use."""
+        out: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+        for e in self.entries:
+            calls, payload, wire = out.get((e.axis, e.op, e.phase), (0, 0, 0.0))
+            out[e.axis, e.op, e.phase] = (calls + 1, payload + e.payload, wire + e.wire)
+        return out
+
+    def to_dicts(self) -> list[dict]:
+        """The entries as plain dictionaries (JSON-ready), which is what drawings take."""
+        return [asdict(e) for e in self.entries]
+
+    def _groups(self) -> Iterator[tuple[list[int], dict]]:
+        """Ranks that did the same, with their sums: usually one group of all ranks."""
+        rest = {r: self.where(rank=r).sums() for r in sorted({e.rank for e in self.entries})}
+        while rest:
+            sums = next(iter(rest.values()))
+            same = [r for r, s in rest.items() if s == sums]
+            yield same, sums
+            rest = {r: s for r, s in rest.items() if r not in same}
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows of text: ranks, axis, op, phase, calls, payload B, wire B; first the headings. Bytes are of one rank."""
+        mark = "*" if any(e.derived for e in self.entries) else ""
+        rows = [("rank", "axis", "op", "phase", "calls", "payload B", f"wire B{mark}")]
+        for ranks, sums in self._groups():
+            who = _span(ranks)
+            for (axis, op, phase), (calls, payload, wire) in sums.items():
+                rows.append((who, axis, op, phase, f"{calls:,}", f"{payload:,}", f"{wire:,.0f}{mark}"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.table()
+        width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(c.rjust(w) if i > 3 else c.ljust(w) for i, (c, w) in enumerate(zip(row, width, strict=True)))
+                 for row in rows]
+        return "\n".join([*lines, *self._footnote()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.table()
+        cells = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
+        note = "".join(f"<caption style='caption-side:bottom'>{line}</caption>" for line in self._footnote())
+        heads = "".join(f"<th>{c}</th>" for c in head)
+        return f"<table>{note}<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
+
+    def _footnote(self) -> list[str]:
+        derived = any(e.derived for e in self.entries)
+        return ["bytes are of each rank" + ("; * derived: what a ring would send" if derived else "")]
+
+
+def _span(ranks: list[int]) -> str:
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+_open: list[Ledger] = []  # the ledgers being written: a stack, since `record` nests; of the process, which is the rank
+
+
+@contextmanager
+def record() -> Iterator[Ledger]:
+    """Collect every collective of this rank, in any thread, until the block ends. Blocks nest: each gets all of its own."""
+    ledger = Ledger()
+    _open.append(ledger)
+    try:
+        yield ledger
+    finally:
+        # by identity: two ledgers with equal entries compare equal
+        del _open[next(i for i, other in enumerate(_open) if other is ledger)]
+
+
+def ring_wire(op: str, payload: int, p: int) -> float:
+    """Bytes each of `p` ranks sends when a ring does `op` on `payload` bytes handed in (mean over ranks).
+
+    Patarasuk & Yuan 2009 for the all-reduce; its two halves, all-gather and reduce-scatter, by the same argument.
+    A broadcast passed along a chain is sent by all ranks but the last.
+    """
+    share = {"all_reduce": 2 * (p - 1) / p, "reduce_scatter": (p - 1) / p, "all_gather": p - 1,
+             "broadcast": (p - 1) / p, "send": 1, "recv": 0, "barrier": 0}
+    return share[op] * payload
+
+
+def axis_of(group: dist.ProcessGroup) -> str:
+    """The mesh axis that `group` lies along ("tp"), or "world" for the group of all ranks."""
+    name = group.group_desc
+    return name.removeprefix("mesh_") if name.startswith("mesh_") else "world" if name == "default_pg" else name
+
+
+class Mark:
+    """One collective in progress: tells the flight recorder and, where a ledger is open, writes its entry."""
+
+    def __init__(self, op: str, tensor: torch.Tensor | None, group: dist.ProcessGroup, detail: str = ""):
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        axis, shape = axis_of(group), tuple(tensor.shape) if tensor is not None else ()
+        dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
+        what = f"{op}{detail} {dtype} {shape}" if tensor is not None else op
+        self.text = f"{what} on axis {axis}, ranks {list(self._ranks)}"
+        self._entry = None
+        if _open:
+            payload = tensor.numel() * tensor.element_size() if tensor is not None else 0
+            backward = torch._C._current_graph_task_id() != -1
+            self._entry = Entry(
+                op=op, axis=axis, ranks=self._ranks, rank=dist.get_rank(), shape=shape, dtype=dtype, payload=payload,
+                wire=ring_wire(op, payload, len(self._ranks)), derived=op not in ("send", "recv", "barrier"),
+                phase="backward" if backward else "forward", site=_site(), start=time.monotonic())
+            for ledger in _open:
+                ledger.entries.append(self._entry)
+
+    def enter(self) -> None:
+        flight.enter(self.text)
+
+    def leave(self) -> None:
+        flight.leave()
+        if self._entry is not None:
+            self._entry.end = time.monotonic()
+
+
+_HERE, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+
+
+def _site() -> str:
+    """file:line of the nearest caller outside `comm` and torch: the line of a cut, or of the backward call."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
