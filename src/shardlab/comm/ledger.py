@@ -88,7 +88,8 @@ class Ledger:
     def table(self) -> list[tuple[str, ...]]:
         """Rows of text: ranks, axis, op, phase, calls, payload B, wire B; first the headings. Bytes are of one rank."""
         mark = "*" if any(e.derived for e in self.entries) else ""
-        rows = [("rank", "axis", "op", "phase", "calls", "payload B", f"wire B{mark}")]
+        rows: list[tuple[str, ...]] = [("rank", "axis", "op", "phase", "calls", "payload B",
+                                       f"wire B{mark}")]
         for ranks, sums in self._groups():
             who = _span(ranks)
             for (axis, op, phase), (calls, payload, wire) in sums.items():
@@ -125,7 +126,7 @@ _open: list[Ledger] = []  # the ledgers being written: a stack, since `record` n
 
 @contextmanager
 def record() -> Iterator[Ledger]:
-    """Collect every collective of this rank, in any thread, until the block ends. Blocks nest: each gets all of its own."""
+    """Collect every collective of this rank, in any thread, until the block ends. Blocks nest; each gets its own."""
     ledger = Ledger()
     _open.append(ledger)
     try:

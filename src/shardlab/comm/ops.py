@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from .ledger import Mark
 
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+           "product": dist.ReduceOp.PRODUCT}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ _settings = [Settings()]  # the innermost `use` last
 
 @contextmanager
 def use(**changes) -> Iterator[None]:
-    """Run the verbs in the block with other settings: `with comm.use(debug=True): …`. Raises TypeError on unknown ones."""
+    """Run the verbs in the block with other settings: `with comm.use(debug=True): …`; TypeError on unknown ones."""
     _settings.append(replace(_settings[-1], **changes))
     try:
         yield
@@ -90,7 +91,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: 
         raise ValueError(f"reduce_scatter has no op {op!r}; use one of {', '.join(_REDUCE)}")
     p = _group(group).size()
     if tensor.dim() == 0 or tensor.shape[0] % p:
-        raise ValueError(f"reduce_scatter splits dim 0 of {tuple(tensor.shape)} over {p} ranks: pad it to a multiple of {p}")
+        raise ValueError(f"reduce_scatter splits dim 0 of {tuple(tensor.shape)} over {p} ranks: pad it to {p} × n")
 
     def start(flat, group):
         out = flat.new_empty((flat.shape[0] // p, *flat.shape[1:]))
@@ -100,7 +101,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: 
 
 
 def broadcast(tensor: torch.Tensor, src: int, group=None, async_op: bool = False):
-    """Overwrite `tensor` on every rank with that of global rank `src`, in place. Raises ValueError where src is no member."""
+    """Overwrite `tensor` on every rank with that of global rank `src`, in place. ValueError if src is no member."""
     _member(src, group, "broadcast from")
     return _run("broadcast", tensor, group, async_op, detail=f" from rank {src}",
                 start=lambda flat, g: (dist.broadcast(flat, src, g, async_op=True), flat), back=tensor)
@@ -141,7 +142,8 @@ def _run(name, tensor, group, async_op, *, start, detail="", back=None, peer=Fal
     Where `back` is given the verb is in place: the result is copied into it if a contiguous copy had to be made.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} on a tensor that autograd tracks would drop its gradient: use comm.regions, or detach() it first")
+        raise ValueError(f"{name} on a tensor that autograd tracks would drop its gradient: "
+                         "use comm.regions, or detach() it first")
     group = _group(group)
     mark = Mark(name, tensor, group, detail)
     mark.enter()
@@ -153,7 +155,7 @@ def _run(name, tensor, group, async_op, *, start, detail="", back=None, peer=Fal
     def finish():
         if back is None:
             return result
-        if result.data_ptr() != back.data_ptr() or result.stride() != back.stride():
+        if result.data_ptr() != back.data_ptr():  # `back` is strided: a copy took part
             with torch.no_grad():
                 back.copy_(result)
         return back
@@ -179,7 +181,7 @@ def _agree(text: str, group: dist.ProcessGroup) -> None:
 def _group(group) -> dist.ProcessGroup:
     if group is None and not dist.is_initialized():
         raise ValueError("no process group here: run this function on ranks with shardlab.launch(fn, ranks)")
-    return dist.group.WORLD if group is None else group
+    return group or dist.distributed_c10d._get_default_group()
 
 
 def _member(rank: int, group, what: str) -> None:

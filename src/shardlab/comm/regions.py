@@ -13,9 +13,9 @@ gradient is already whole.
 | `all_gather`      | all-gather          | slice → whole   | reduce-scatter      |
 | `reduce_scatter`  | reduce-scatter      | parts → slice   | all-gather          |
 
-`gather_from` is for what every rank goes on to use in the same way (its gradient is whole already), `all_gather` for what
-each rank uses differently (its gradients are parts). The first four are Megatron-LM's f and g (arXiv:1909.08053, §3) and
-their analogues along a dim; the last two are sequence parallelism's (Korthikanti et al., arXiv:2205.05198, §4.2.2).
+`gather_from` is for what every rank goes on to use in the same way (its gradient is whole already), `all_gather` for
+what each rank uses differently (its gradients are parts). The first two are Megatron-LM's f and g (arXiv:1909.08053,
+§3), the next two their analogues along a dim; the last two are sequence parallelism's (arXiv:2205.05198, §4.2.2).
 On a group of one rank each returns its input.
 """
 
@@ -38,7 +38,7 @@ def reduce_from(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def scatter_to(x: torch.Tensor, group, dim: int = -1) -> torch.Tensor:
-    """This rank's equal slice of `x` along `dim`. Raises ValueError where the dim does not divide by the group's size."""
+    """This rank's equal slice of `x` along `dim`. Raises ValueError where the group does not divide the dim."""
     return _Scatter.apply(x, group, dim) if group.size() > 1 else x
 
 
@@ -58,7 +58,8 @@ def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
 
 
 def _sum(x, group):
-    return ops.all_reduce(x.clone(memory_format=torch.contiguous_format), group=group)  # x is the caller's: never written
+    # a copy, since x is the caller's and must not change under it
+    return ops.all_reduce(x.clone(memory_format=torch.contiguous_format), group=group)
 
 
 def _join(x, group, dim):
