@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: who computes what when. Standard library only."""

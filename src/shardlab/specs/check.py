@@ -1,0 +1,24 @@
+"""The checks that every size given to the library passes first."""
+
+from __future__ import annotations
+
+
+def whole(name: str, value: object, least: int = 1) -> int:
+    """`value` if it is a whole number of at least `least`; ValueError naming both if not (True is not a 1)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def number(name: str, value: object) -> float:
+    """`value` as a float if it is a finite number above 0; ValueError naming both if not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` if it is True or False; ValueError naming both if not."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}")
+    return value

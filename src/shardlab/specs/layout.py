@@ -1,0 +1,45 @@
+"""How a model is laid out over ranks: the degree of each cut, and which degrees a model allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .check import whole
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of parallelism. `tp`: ranks that share each layer (tensor parallelism); 1 leaves it whole.
+
+    Raises ValueError on degrees that are no whole numbers above 0.
+    """
+
+    tp: int = 1
+
+    def __post_init__(self):
+        whole("tp", self.tp)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the layout needs."""
+        return self.tp
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise ValueError where `spec` can't be laid out so, with the numbers and the degrees that would do.
+
+        Attention is cut by heads: tp divides the heads, and divides the KV heads or is a multiple of them (then several
+        ranks hold the same KV head). The feed-forward block and the vocabulary are padded and ask for nothing.
+        """
+        if not _fits(spec, self.tp):
+            allowed = [str(tp) for tp in range(1, spec.heads + 1) if _fits(spec, tp)]
+            raise ValueError(
+                f"tp = {self.tp} does not cut the {spec.heads} heads and {spec.kv_heads} KV heads of {spec.name} into "
+                f"whole heads; tp can be {', '.join(allowed)}")
+
+
+def _fits(spec: ModelSpec, tp: int) -> bool:
+    return spec.heads % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0)
