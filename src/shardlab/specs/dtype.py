@@ -17,7 +17,7 @@ _DTYPES = (Dtype("fp64", "float64", 8), Dtype("fp32", "float32", 4), Dtype("bf16
            Dtype("fp16", "float16", 2))
 
 
-def dtype(name: str) -> Dtype:
+def dtype_of(name: str) -> Dtype:
     """The format called `name`, by its short or its PyTorch name. ValueError, with the names there are, if unknown."""
     for known in _DTYPES:
         if name in (known.name, known.torch, f"torch.{known.torch}"):

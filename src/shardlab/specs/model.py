@@ -112,7 +112,7 @@ class ModelSpec:
             out += _linear(f"self_attn.{name}_proj", (key, h), "attention", "kv_heads", self.attention_bias, unit=d)
         out += _linear("self_attn.o_proj", (h, query), "attention", "row", self.output_bias, unit=d)
         if self.qk_norm:
-            out += [TensorSpec(f"self_attn.{name}_norm.weight", (d,), "norms", "whole") for name in "qk"]
+            out += [TensorSpec(f"self_attn.{name}_norm.weight", (d,), "norms", "shared") for name in "qk"]
         out += [TensorSpec("post_attention_layernorm.weight", (h,), "norms", "whole")]
         for name in ("gate", "up"):
             out += _linear(f"mlp.{name}_proj", (ffn, h), "mlp", "column", self.mlp_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-Cut = Literal["column", "row", "vocab", "kv_heads", "whole"]
+Cut = Literal["column", "row", "vocab", "kv_heads", "shared", "whole"]
 
 
 def padded(n: int, p: int) -> int:
@@ -23,7 +23,8 @@ class TensorSpec(NamedTuple):
     - "vocab":  an equal part of dim 0, the vocabulary; padded to a multiple of p
     - "kv_heads": an equal part of dim 0 as long as there is a KV head (`unit` rows) for each rank, else one head, of
       which several ranks hold copies
-    - "whole":  all of it
+    - "shared": all of it, used on the rank's own heads only: the ranks' gradients are parts of a sum
+    - "whole":  all of it, used alike by all: every rank has the full gradient
     """
 
     name: str
@@ -39,14 +40,14 @@ class TensorSpec(NamedTuple):
 
     def local_shape(self, p: int) -> tuple[int, ...]:
         """The shape that each of `p` ranks holds, padding included."""
-        if self.cut == "whole":
+        if self.cut in ("shared", "whole"):
             return self.shape
         dim = 1 if self.cut == "row" else 0
         part = max(self.unit, padded(self.shape[dim], p) // p)
         return (*self.shape[:dim], part, *self.shape[dim + 1 :])
 
     def copies(self, p: int) -> int:
-        """How many of `p` ranks hold each element: `p` for whole tensors, 1 for cut ones, more for few KV heads."""
-        if self.cut == "whole":
+        """How many of `p` ranks hold each element: `p` for whole tensors, 1 for cut ones, more for scarce KV heads."""
+        if self.cut in ("shared", "whole"):
             return p
         return max(1, p * self.unit // self.shape[0]) if self.cut == "kv_heads" else 1
