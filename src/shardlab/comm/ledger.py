@@ -32,7 +32,7 @@ class Entry:
     payload: int
     wire: float
     derived: bool
-    phase: str  # "forward", or "backward" inside autograd's backward pass (recomputation there included)
+    phase: str  # "forward", "backward" inside autograd's backward pass (recomputation there included), or as named
     site: str
     start: float
     end: float = 0.0
@@ -136,6 +136,19 @@ def record() -> Iterator[Ledger]:
         del _open[next(i for i, other in enumerate(_open) if other is ledger)]
 
 
+_phases: list[str] = []  # the named phases that this rank is in, innermost last
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Enter collectives in the block under this phase, not under the forward or backward that autograd tells."""
+    _phases.append(name)
+    try:
+        yield
+    finally:
+        _phases.pop()
+
+
 def ring_wire(op: str, payload: int, p: int) -> float:
     """Bytes each of `p` ranks sends when a ring does `op` on `payload` bytes handed in (mean over ranks).
 
@@ -165,11 +178,11 @@ class Mark:
         self._entry = None
         if _open:
             payload = tensor.numel() * tensor.element_size() if tensor is not None else 0
-            backward = torch._C._current_graph_task_id() != -1
+            told = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             self._entry = Entry(
                 op=op, axis=axis, ranks=self._ranks, rank=dist.get_rank(), shape=shape, dtype=dtype, payload=payload,
                 wire=ring_wire(op, payload, len(self._ranks)), derived=op not in ("send", "recv", "barrier"),
-                phase="backward" if backward else "forward", site=_site(), start=time.monotonic())
+                phase=_phases[-1] if _phases else told, site=_site(), start=time.monotonic())
             for ledger in _open:
                 ledger.entries.append(self._entry)
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..comm import ops
-from ..model.checkpoint import Window
+from ..model.head import IGNORED
+from ..model.parameters import Window
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, rows: Window,
@@ -20,7 +21,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, row
     logits (…, c): this rank's columns `rows` of the vocabulary, those past `stop - start` being padding. labels (…).
     Computed in float32, or float64 for float64 logits. The caller's tensors are not written to.
     """
-    valid = labels != -100
+    valid = labels != IGNORED
     losses = _CrossEntropy.apply(logits, labels.where(valid, 0), rows, group)
     return (losses * valid).sum() / valid.sum()
 

@@ -27,7 +27,7 @@ def build(**axes: int) -> DeviceMesh:
 
 
 def blocks(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """This rank's block of `size` neighbouring ranks of `group`, as a group of its own; all ranks of `group` must call it.
+    """This rank's block of `size` neighbouring ranks of `group`, as a group of its own; all its ranks must call it.
 
     Raises ValueError where `size` does not divide the group.
     """

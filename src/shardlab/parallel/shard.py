@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..model.checkpoint import Window
+from ..model.parameters import Window
 from ..specs import padded
 
 
 def window(n: int, p: int, r: int, dim: int) -> Window:
-    """Which of the `n` rows of `dim` slice `r` of `p` holds: `stop - start` of them, the rest of its c rows is padding."""
+    """The rows of `n` along `dim` that slice `r` of `p` holds: `stop - start` of them, its other rows are padding."""
     c = padded(n, p) // p
     return Window(dim=dim, start=min(r * c, n), stop=min((r + 1) * c, n), full=n)
 
@@ -40,8 +40,8 @@ def unshard(shards: list[torch.Tensor], n: int, dim: int = 0) -> torch.Tensor:
     return torch.cat(shards, dim).narrow(dim, 0, n)
 
 
-def parameter(whole: nn.Parameter, window: Window, size: int) -> nn.Parameter:
-    """The part of `whole` in `window` as a parameter that knows its window, for `checkpoint.load`, and stays frozen if it was."""
+def parameter(whole: torch.Tensor, window: Window, size: int) -> nn.Parameter:
+    """The part of `whole` in `window` as a parameter, frozen if that was; `checkpoint.load` asks for its window."""
     part = nn.Parameter(take(whole.detach(), window, size), requires_grad=whole.requires_grad)
     part.window = window  # type: ignore[attr-defined]
     return part

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..comm.regions import copy_to, gather_from, reduce_from
-from ..model.checkpoint import Window
-from ..model.transformer import MLP, Attention, Head, Transformer
+from ..model.attention import Attention
+from ..model.head import IGNORED, Head
+from ..model.mlp import MLP
+from ..model.parameters import Window
+from ..model.transformer import Block, Transformer
 from ..specs import Layout, ModelSpec, padded
 from . import grads, mesh
 from .loss import vocab_parallel_cross_entropy
@@ -35,14 +38,17 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
         return model
     tied = model.lm_head.weight is model.embed_tokens.weight
     model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group)
-    model.lm_head = VocabParallelHead(model.lm_head, group, weight=model.embed_tokens.weight if tied else None)
+    model.lm_head = VocabParallelHead(model.lm_head, group)
+    if tied:
+        model.lm_head.weight = model.embed_tokens.weight
     for layer in model.layers:
+        assert isinstance(layer, Block) and isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
         layer.self_attn = ParallelAttention(layer.self_attn, spec, group)
         layer.mlp = ParallelMLP(layer.mlp, spec, group)
     return model
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(nn.Linear):
     """Y_r = X W_rᵀ + b_r: some rows of W (out, in), hence some of the outputs, (…, in) → (…, out/p).
 
     Its input must have entered the region by `copy_to`. That is left to the caller because layers which share their
@@ -50,22 +56,21 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, whole: nn.Linear, rows: Window, size: int):
-        super().__init__()
+        super().__init__(whole.in_features, size, bias=whole.bias is not None, device="meta")
         self.weight = parameter(whole.weight, rows, size)
-        self.bias = parameter(whole.bias, rows, size) if whole.bias is not None else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if whole.bias is not None:
+            self.bias = parameter(whole.bias, rows, size)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(nn.Linear):
     """Y = Σ_r X_r W_rᵀ + b: some columns of W (out, in), hence some of the inputs, (…, in/p) → (…, out), summed."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup):
-        super().__init__()
-        self.group, p = group, group.size()
-        n = whole.in_features
-        self.weight = parameter(whole.weight, window(n, p, group.rank(), dim=1), padded(n, p) // p)
+        n, p = whole.in_features, group.size()
+        size = padded(n, p) // p
+        super().__init__(size, whole.out_features, bias=whole.bias is not None, device="meta")
+        self.group = group
+        self.weight = parameter(whole.weight, window(n, p, group.rank(), dim=1), size)
         self.bias = whole.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,13 +84,11 @@ class ParallelAttention(Attention):
     def __init__(self, plain: Attention, spec: ModelSpec, group: dist.ProcessGroup):
         with torch.device("meta"):
             super().__init__(spec)
-        self.group, p, r = group, group.size(), group.rank()
-        heads, kv_heads = spec.heads // p, max(1, spec.kv_heads // p)
-        first_kv = r * spec.kv_heads // p  # with fewer KV heads than ranks, neighbours hold the same one
-        self.q_proj = ColumnParallelLinear(plain.q_proj, _heads(r * heads, heads, spec.heads, spec), heads * spec.head_dim)
-        rows = _heads(first_kv, kv_heads, spec.kv_heads, spec)
-        self.k_proj = ColumnParallelLinear(plain.k_proj, rows, kv_heads * spec.head_dim)
-        self.v_proj = ColumnParallelLinear(plain.v_proj, rows, kv_heads * spec.head_dim)
+        self.group, p, d = group, group.size(), spec.head_dim
+        queries, keys = _heads(spec.heads, group, d), _heads(spec.kv_heads, group, d)
+        self.q_proj = ColumnParallelLinear(plain.q_proj, queries, queries.stop - queries.start)
+        self.k_proj = ColumnParallelLinear(plain.k_proj, keys, keys.stop - keys.start)
+        self.v_proj = ColumnParallelLinear(plain.v_proj, keys, keys.stop - keys.start)
         self.o_proj = RowParallelLinear(plain.o_proj, group)
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):  # the same weight for all heads: each rank has its own heads' part
@@ -101,7 +104,7 @@ class ParallelAttention(Attention):
 
 
 class ParallelMLP(MLP):
-    """The feed-forward block over this rank's share of the hidden units: gate and up column-parallel, down row-parallel."""
+    """The feed-forward block over this rank's hidden units: gate and up column-parallel, down row-parallel."""
 
     def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup):
         with torch.device("meta"):
@@ -116,14 +119,15 @@ class ParallelMLP(MLP):
         return super().forward(copy_to(x, self.group))
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Some rows of the table (vocab, hidden): a token another rank holds is looked up as zeros here, then all are summed."""
+class VocabParallelEmbedding(nn.Embedding):
+    """Some rows of the table (vocab, hidden): tokens of other ranks' rows come out as zeros, then all are summed."""
 
     def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup):
-        super().__init__()
-        self.group, p, self.vocab = group, group.size(), whole.num_embeddings
-        self.rows = window(self.vocab, p, group.rank(), dim=0)
-        self.weight = parameter(whole.weight, self.rows, padded(self.vocab, p) // p)
+        n, p = whole.num_embeddings, group.size()
+        size = padded(n, p) // p
+        super().__init__(size, whole.embedding_dim, device="meta")
+        self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
+        self.weight = parameter(whole.weight, self.rows, size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) → (batch, seq, hidden). Raises ValueError on a token outside the vocabulary."""
@@ -136,31 +140,34 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(Head):
     """Some rows of the output head (vocab, hidden): each rank has the logits of some of the tokens."""
 
-    def __init__(self, whole: Head, group: dist.ProcessGroup, weight: nn.Parameter | None):
+    def __init__(self, whole: Head, group: dist.ProcessGroup):
+        n, p = whole.out_features, group.size()
+        size = padded(n, p) // p
         with torch.device("meta"):
-            super().__init__(whole.in_features, whole.out_features)
-        self.group, p = group, group.size()
-        self.rows = window(whole.out_features, p, group.rank(), dim=0)
-        self.weight = parameter(whole.weight, self.rows, padded(whole.out_features, p) // p) if weight is None else weight
+            super().__init__(whole.in_features, size)
+        self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
+        self.weight = parameter(whole.weight, self.rows, size)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         """(batch, seq, hidden) → all logits (batch, seq, vocab), on every rank."""
         logits = F.linear(copy_to(h, self.group), self.weight)
-        return gather_from(logits, self.group)[..., : self.out_features]
+        return gather_from(logits, self.group)[..., : self.vocab]
 
     def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, from this rank's logits and three numbers a token from the others."""
-        check_tokens(labels[labels != -100], self.out_features)
+        check_tokens(labels[labels != IGNORED], self.vocab)
         logits = F.linear(copy_to(h, self.group), self.weight)
         return vocab_parallel_cross_entropy(logits, labels, self.rows, self.group)
 
 
 def check_tokens(tokens: torch.Tensor, vocab: int) -> None:
     """Raise ValueError where a token is outside the vocabulary, which a rank would take for another rank's."""
-    if tokens.numel() and not (0 <= (low := int(tokens.min())) and (high := int(tokens.max())) < vocab):
-        raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab}")
+    outside = tokens[(tokens < 0) | (tokens >= vocab)]
+    if outside.numel():
+        raise ValueError(f"token {outside[0].item()} is outside the vocabulary of {vocab}")
 
 
-def _heads(first: int, count: int, full: int, spec: ModelSpec) -> Window:
-    d = spec.head_dim
-    return Window(dim=0, start=first * d, stop=(first + count) * d, full=full * d)
+def _heads(heads: int, group: dist.ProcessGroup, head_dim: int) -> Window:
+    """The rows of this rank's heads; with fewer heads than ranks, neighbouring ranks hold the same one."""
+    first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
+    return Window(dim=0, start=first * head_dim, stop=(first + count) * head_dim, full=heads * head_dim)

@@ -1,0 +1,39 @@
+"""The book's colours: one for each axis, one for each kind of work, told apart by colour-blind readers too.
+
+Axes take Okabe and Ito's colours (jfly.uni-koeln.de/color), work takes Paul Tol's muted ones (sronpersonalpages.nl/~pault).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How an axis is drawn: its colour, and the letter that stands on it for those who don't see the colour."""
+
+    colour: str
+    letter: str
+
+
+AXES = {
+    "dp": Axis("#0072B2", "D"),
+    "tp": Axis("#D55E00", "T"),
+    "pp": Axis("#009E73", "P"),
+    "ep": Axis("#CC79A7", "E"),
+    "cp": Axis("#56B4E9", "S"),
+    "zero": Axis("#E69F00", "Z"),
+    "world": Axis("#777777", "W"),
+}
+WORK = {"forward": "#88CCEE", "backward": "#332288", "weight gradient": "#DDCC77", "idle": "#DDDDDD"}
+INK, PALE = "#333333", "#F3F3F3"
+
+
+def ladder(colour: str, steps: int) -> list[str]:
+    """`steps` tints of a colour, from itself to pale: the ranks along one axis."""
+    r, g, b = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    out = []
+    for i in range(steps):
+        t = 0.75 * i / max(1, steps - 1)
+        out.append("#" + "".join(f"{round(c + (255 - c) * t):02X}" for c in (r, g, b)))
+    return out

@@ -1,0 +1,210 @@
+"""Tensor parallelism against the plain twin, in float64, on every rank: loss, logits, every gradient, parameters after steps.
+
+Sizes don't divide (FFN 90, vocabulary 101), weights are distinct by position, biases and norms are far from their initial
+values, and both plain SGD and AdamW are stepped (Adam forgives a constant factor in a gradient).
+"""
+
+import copy
+
+import pytest
+import torch
+
+from shardlab import comm
+from shardlab.model.transformer import Transformer
+from shardlab.parallel import grads, tensor
+from shardlab.parallel.shard import take
+from shardlab.specs import ModelSpec
+
+SIZES = dict(hidden=24, layers=2, heads=12, kv_heads=12, head_dim=4, ffn=90, vocab=101)
+BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
+CASES = {
+    "plain": (dict(), (2, 3, 4)),
+    "tied": (dict(tied=True), (2, 3, 4)),
+    "biases": (BIASES, (2, 3)),
+    "grouped queries": (dict(kv_heads=6), (2, 3)),
+    "qk-norm": (dict(qk_norm=True, kv_heads=4), (2, 4)),
+    "one KV head on all ranks": (dict(kv_heads=1, **BIASES), (2, 3, 4)),
+    "each KV head on two ranks": (dict(kv_heads=2, qk_norm=True, tied=True), (4,)),
+    "ranks that hold padding only": (dict(ffn=5, vocab=5), (4,)),
+}
+RUNS = [pytest.param(spec, p, id=f"{name}-{p}") for name, (spec, worlds) in CASES.items() for p in worlds]
+
+
+def twins(sizes, group, frozen=()):
+    """The plain model and the same one cut, from one seed, with every weight (biases and norms too) distinct."""
+    torch.manual_seed(0)
+    plain = Transformer(ModelSpec(**(SIZES | sizes))).double()
+    for parameter in plain.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    return plain, tensor.cut(copy.deepcopy(plain), group)
+
+
+def batch(vocab, step=0):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, vocab, (3, 8), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[0, :3] = -100
+    return tokens, labels
+
+
+def mine(whole, parameter):
+    """What this rank should hold of the plain model's tensor."""
+    window = getattr(parameter, "window", None)
+    return whole if window is None else take(whole, window, parameter.shape[window.dim])
+
+
+def distances(plain, cut, of):
+    """The largest distance between the cut model's tensors and this rank's part of the plain ones, over the largest of all."""
+    theirs, ours = dict(plain.named_parameters()), dict(cut.named_parameters())
+    assert list(theirs) == list(ours)
+    pairs = [(of(theirs[name]), of(p), p) for name, p in ours.items()]
+    assert all((a is None) == (b is None) for a, b, _ in pairs)
+    pairs = [(mine(a, p), b) for a, b, p in pairs if a is not None]
+    largest = max(of(p).abs().max().item() for p in theirs.values() if of(p) is not None)
+    return max((a - b).abs().max().item() for a, b in pairs) / largest
+
+
+def compare(group, sizes, frozen=(), optimizer="sgd", steps=3):
+    plain, cut = twins(sizes, group, frozen)
+    kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
+    optimizers = [kinds[optimizer](model.parameters()) for model in (plain, cut)]
+    worst = {"loss": 0.0, "logits": 0.0, "gradients": 0.0}
+    for step in range(steps):
+        tokens, labels = batch(plain.spec.vocab, step)
+        with torch.no_grad():
+            logits = plain(tokens), cut(tokens)
+        losses = plain.loss(tokens, labels), cut.loss(tokens, labels)
+        for loss in losses:
+            loss.backward()
+        grads.finish(cut)
+        worst["loss"] = max(worst["loss"], abs(losses[0] - losses[1]).item())
+        worst["logits"] = max(worst["logits"], ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item())
+        worst["gradients"] = max(worst["gradients"], distances(plain, cut, lambda p: p.grad))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return worst | {"parameters": distances(plain, cut, lambda p: p.detach())}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("sizes,p", RUNS)
+def test_a_cut_model_is_the_plain_one(pool, sizes, p, optimizer):
+    for worst in pool(p).run(compare, sizes, optimizer=optimizer):
+        assert worst["loss"] < 1e-10 and worst["logits"] < 1e-10 and worst["gradients"] < 1e-10, worst
+        assert worst["parameters"] < 1e-9, worst
+
+
+@pytest.mark.parametrize("frozen", [("embed_tokens.weight",), ("layers.0.self_attn.o_proj.weight", "layers.1.mlp.up_proj.weight")])
+def test_frozen_weights_stay_frozen_and_the_rest_is_trained(pool, frozen):
+    for worst in pool(2).run(compare, dict(tied=len(frozen) == 1, kv_heads=1), frozen):
+        assert max(worst.values()) < 1e-9, worst
+
+
+def head_gradients(group):
+    """The cut head's loss must leave its caller's tensors as they are, and give the hidden state's whole gradient."""
+    plain, cut = twins({}, group)
+    _, labels = batch(101)
+    h = torch.randn(3, 8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    given = h.clone(), labels.clone()
+    a, b = h.clone().requires_grad_(), h.requires_grad_()
+    plain.lm_head.loss(a, given[1]).backward()
+    cut.lm_head.loss(b, labels).backward()
+    return (a.grad - b.grad).abs().max().item(), torch.equal(given[0], h.detach()), torch.equal(given[1], labels)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_the_loss_over_a_cut_vocabulary_leaves_its_arguments_alone(pool, p):
+    for distance, same_h, same_labels in pool(p).run(head_gradients):
+        assert distance < 1e-10 and same_h and same_labels
+
+
+def pads(group):
+    _, cut = twins({}, group)
+    tokens, _ = batch(101)
+    with torch.no_grad():
+        cut.lm_head.weight[cut.lm_head.rows.stop - cut.lm_head.rows.start :] = 50.0  # what padding must never win with
+        logits = cut(tokens)
+        loss = cut.loss(tokens, tokens.roll(-1, 1))
+    return tuple(logits.shape), int(logits.argmax(-1).max()), loss.item(), cut.embed_tokens.weight.shape[0]
+
+
+def test_padding_is_never_a_token(pool):
+    """FAULTS T6, T7: 101 tokens over 4 ranks are 104 rows, of embedding and head alike."""
+    outs = pool(4).run(pads)
+    assert all(shape == (3, 8, 101) and top < 101 and rows == 26 for shape, top, _, rows in outs)
+    assert len({loss for _, _, loss, _ in outs}) == 1
+    plain = pool(1).run(lambda group: twins({}, group)[0].loss(batch(101)[0], batch(101)[0].roll(-1, 1)).item())[0]
+    assert abs(outs[0][2] - plain) < 1e-10
+
+
+def refusals(group, sizes):
+    plain = Transformer(ModelSpec(**(SIZES | sizes)))
+    before = [name for name, _ in plain.named_modules()]
+    try:
+        tensor.cut(plain, group)
+    except ValueError as error:
+        return str(error), before == [name for name, _ in plain.named_modules()]
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_would_do(pool):
+    """FAULTS T4."""
+    for said, untouched in pool(4).run(refusals, dict(heads=10, kv_heads=10)):
+        assert "10 heads" in said and "tp = 4" in said and "1, 2, 5, 10" in said and untouched
+    for said, untouched in pool(4).run(refusals, dict(kv_heads=6)):
+        assert "6 KV heads" in said and untouched
+
+
+def foreign_tokens(group):
+    _, cut = twins({}, group)
+    said = []
+    for tokens, labels in (([[101]], [[1]]), ([[-1]], [[1]]), ([[1]], [[101]]), ([[1]], [[-1]])):
+        try:
+            cut.loss(torch.tensor(tokens), torch.tensor(labels))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_token_outside_the_vocabulary_is_refused_not_taken_for_another_ranks(pool):
+    assert pool(2).run(foreign_tokens) == [[f"token {t} is outside the vocabulary of 101" for t in (101, -1, 101, -1)]] * 2
+
+
+def no_labels(group):
+    plain, cut = twins({}, group)
+    tokens, _ = batch(101)
+    nothing = torch.full_like(tokens, -100)
+    return plain.loss(tokens, nothing).item(), cut.loss(tokens, nothing).item()
+
+
+def test_a_batch_without_labels_gives_what_the_plain_model_gives(pool):
+    for plain, cut in pool(2).run(no_labels):
+        assert plain == cut or plain != plain and cut != cut
+
+
+def low_precision(group):
+    """bf16 weights: the cut loss is computed in float32, as the plain one is."""
+    plain, cut = twins({}, group)
+    plain, cut = plain.bfloat16(), cut.bfloat16()
+    tokens, labels = batch(101)
+    a, b = plain.loss(tokens, labels), cut.loss(tokens, labels)
+    b.backward()
+    return abs(a - b).item(), b.dtype == torch.float32, cut.lm_head.weight.grad.dtype == torch.bfloat16
+
+
+def test_bf16_weights_give_a_float32_loss(pool):
+    for distance, loss_is_float, grad_is_bf16 in pool(2).run(low_precision):
+        assert distance < 0.02 and loss_is_float and grad_is_bf16
+
+
+def test_cutting_over_one_rank_changes_nothing(pool):
+    def alone(group):
+        plain = Transformer(ModelSpec(**SIZES))
+        with comm.record() as ledger:
+            cut = tensor.cut(plain, group)
+            cut.loss(*batch(101)).backward()
+        return cut is plain, type(cut.lm_head).__name__, len(ledger.entries)
+
+    assert pool(1).run(alone) == [(True, "Head", 0)]
