@@ -1,8 +1,8 @@
 """Pictures and tables over specs, costs and recorded data. Nothing here runs a model."""
 
 from .compare import Comparison, compare
-from .cuts import column_then_row, layer_cuts
+from .cuts import column_then_row, heads
 from .palette import AXES, WORK
 from .timeline import timeline
 
-__all__ = ["AXES", "WORK", "Comparison", "column_then_row", "compare", "layer_cuts", "timeline"]
+__all__ = ["AXES", "WORK", "Comparison", "column_then_row", "compare", "heads", "timeline"]

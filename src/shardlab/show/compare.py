@@ -10,7 +10,7 @@ HEADS = ("op", "phase", "predicted calls", "counted", "predicted B", "counted", 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row for each (op, phase): predicted and counted calls and payload bytes. It prints itself, and is true where all agree."""
+    """Predicted and counted calls and payload bytes of each op and phase. Prints itself; true where all agree."""
 
     rows: list[tuple[str, str, int, int, int, int]]
 
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def compare(predicted: Iterable[dict], counted: Sequence[dict]) -> Comparison:
-    """Hold the rows of a traffic bill (`bill.to_dict()["rows"]`) against one rank's ledger (`ledger.to_dicts()`).
+    """Hold a traffic bill (`bill.to_dict()["collectives"]`) against one rank's ledger (`ledger.to_dicts()`).
 
     Raises ValueError where the ledger holds more than one rank: their bytes would add up to p times the bill.
     """
@@ -52,4 +52,4 @@ def compare(predicted: Iterable[dict], counted: Sequence[dict]) -> Comparison:
         mine = rows.setdefault((e["op"], e["phase"]), [0, 0, 0, 0])
         mine[1] += 1
         mine[3] += e["payload"]
-    return Comparison([(op, phase, *sums) for (op, phase), sums in rows.items()])  # type: ignore[arg-type]
+    return Comparison([(op, phase, a, b, c, d) for (op, phase), (a, b, c, d) in rows.items()])

@@ -13,8 +13,8 @@ from .palette import AXES, INK, PALE
 def timeline(entries: Sequence[dict], title: str = "") -> Figure:
     """A row for each rank, a bar for each collective from the call to its end, in its axis's colour.
 
-    `entries` are the dictionaries of `Ledger.to_dicts()`, of any number of ranks. Bars of backward are hatched. Time is in
-    milliseconds from the first start. Raises ValueError on an empty ledger.
+    `entries` are the dictionaries of `Ledger.to_dicts()`, of any number of ranks. Bars of backward are hatched. Time is
+    in milliseconds from the first start. Raises ValueError on an empty ledger.
     """
     if not entries:
         raise ValueError("an empty ledger has no timeline: record some collectives first")
