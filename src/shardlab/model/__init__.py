@@ -1,0 +1,8 @@
+"""One plain model that knows nothing of ranks: its layers, its loss, its weights on disk."""
+
+from .cache import KVCache
+from .checkpoint import from_folder, load, save
+from .parameters import Window, initialise, materialise
+from .transformer import Transformer
+
+__all__ = ["KVCache", "Transformer", "Window", "from_folder", "initialise", "load", "materialise", "save"]

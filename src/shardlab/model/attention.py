@@ -1,0 +1,58 @@
+"""Causal self-attention with grouped queries (GQA, arXiv:2305.13245)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..specs import ModelSpec
+from .cache import LayerCache
+from .rope import rotate
+
+
+class Attention(nn.Module):
+    """Each query head attends to the tokens up to its own; heads / kv_heads neighbouring heads share keys and values.
+
+    Nothing in `forward` counts heads: it takes as many as q_proj, k_proj and v_proj put out, so a rank may hold some.
+    """
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.head_dim = d = spec.head_dim
+        bias = spec.attention_bias
+        self.q_proj = nn.Linear(spec.hidden, spec.heads * d, bias=bias)
+        self.k_proj = nn.Linear(spec.hidden, spec.kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(spec.hidden, spec.kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(spec.heads * d, spec.hidden, bias=spec.output_bias)
+        self.q_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """x (batch, seq, hidden), with cos and sin from `rope.table` → (batch, seq, hidden)."""
+        batch, seq, _ = x.shape
+        q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = attend(q, k, v)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Softmax(q kᵀ / √head_dim) v, the queries being the last tokens of the keys: causal.
+
+    q (batch, heads, new, head_dim), k and v (batch, kv_heads, tokens, head_dim) → (batch, heads, new, head_dim).
+    """
+    new, tokens = q.shape[2], k.shape[2]
+    mask = None
+    if 1 < new < tokens:
+        mask = torch.ones(new, tokens, dtype=torch.bool, device=q.device).tril(tokens - new)
+    # enable_gqa reads each KV head several times where it lies. On one CPU thread, 8 × 256 tokens, 8 heads of 64 over
+    # 2 KV heads, forward and backward: 62 ms, against 70 ms with the KV heads repeated in memory (float64: 204, 216).
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == tokens, enable_gqa=True)

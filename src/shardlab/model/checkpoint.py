@@ -1,0 +1,127 @@
+"""Loading and saving Hugging Face folders: config.json beside safetensors files, under the model's own names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ..specs import ModelSpec
+from .folders import written_whole
+from .hf_config import config
+from .parameters import Window, distinct, materialise
+from .stored import WHOLE, Stored, some
+from .transformer import Transformer
+
+__all__ = ["Window", "from_folder", "load", "save"]
+
+
+def from_folder(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The plain model in a Hugging Face folder, its weights read as `dtype`. Raises ValueError as `load` does."""
+    with torch.device("meta"):
+        model = Transformer(ModelSpec.from_config(folder)).to(dtype)
+    load(model, folder, device)
+    return model
+
+
+@torch.no_grad()
+def load(model: Transformer, folder: str | Path, device: torch.device | str = "cpu") -> int:
+    """Fill `model` from a Hugging Face folder and return the bytes read: those of its own slices, no others.
+
+    A parameter with a `window` takes that part of the stored tensor and zeros beyond it. Parameters on meta get memory
+    on `device` first. Stored numbers are converted to the parameter's dtype. Raises ValueError, before anything is
+    changed, on missing, unexpected or mis-shaped tensors and damaged files; afterwards where tied tensors are stored
+    twice and differ.
+    """
+    with Stored(folder) as stored:
+        sources = _match(model, stored)
+        materialise(model, device)
+        read = 0
+        for (_, parameter), (first, *copies) in zip(distinct(model), sources, strict=True):
+            read += _fill(parameter, stored.slice(first))
+            for copy in copies:
+                part = _part(parameter, stored.slice(copy))
+                read += part.nbytes
+                if not torch.equal(_held(parameter), part.to(parameter)):
+                    raise ValueError(
+                        f"{folder} ties {first} and {copy}, yet stores two different tensors: "
+                        'set "tie_word_embeddings": false in its config.json to keep both'
+                    )
+    return read
+
+
+def save(model: Transformer, folder: str | Path) -> None:
+    """Write the plain model as a Hugging Face folder that `transformers` loads, in the dtype of its parameters.
+
+    The folder appears whole or not at all. Raises ValueError where it is there and not empty, and on a cut model.
+    """
+    parameters = {_stored_name(names[0]): parameter for names, parameter in distinct(model)}
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "window") or parameter.is_meta:
+            raise ValueError(f"{name} is {'cut' if hasattr(parameter, 'window') else 'on meta'}: save the whole model")
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    with written_whole(Path(folder)) as unfinished:
+        text = json.dumps(config(model.spec, dtype), indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")
+        tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+        save_file(tensors, unfinished / WHOLE, metadata={"format": "pt"})
+
+
+def _stored_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _match(model: Transformer, stored: Stored) -> list[list[str]]:
+    """The stored tensors that each distinct parameter is: one, or several that are tied. ValueError on a mismatch."""
+    wanted = [([_stored_name(name) for name in names], _whole_shape(held)) for names, held in distinct(model)]
+    sources = [[name for name in names if name in stored.names] for names, _ in wanted]
+    known = {_stored_name(tensor.name) for tensor in model.spec.tensors()}.union(*(names for names, _ in wanted))
+    missing = [names[0] for (names, _), found in zip(wanted, sources, strict=True) if not found]
+    unexpected = sorted(name for name in stored.names - known if not name.endswith(".rotary_emb.inv_freq"))
+    shapes = []
+    for (_, shape), found in zip(wanted, sources, strict=True):
+        actual = {name: tuple(stored.slice(name).get_shape()) for name in found}
+        shapes += [f"{name} is {actual[name]}, not {shape}" for name in found if actual[name] != shape]
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    if listed := "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names):
+        raise ValueError(f"{stored.folder} does not fit {model.spec.name}: {listed}. Is its config.json the model's?")
+    return sources
+
+
+def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the whole tensor that a parameter is, or is a window of."""
+    shape, window = list(parameter.shape), getattr(parameter, "window", None)
+    if window is not None:
+        shape[window.dim] = window.full
+    return tuple(shape)
+
+
+def _part(parameter: nn.Parameter, stored) -> torch.Tensor:
+    """The part of the stored tensor that the parameter holds."""
+    window: Window | None = getattr(parameter, "window", None)
+    if window is None:
+        return stored[:]
+    return stored[(slice(None),) * window.dim + (slice(window.start, window.stop),)]
+
+
+def _held(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter without its padding."""
+    window: Window | None = getattr(parameter, "window", None)
+    return parameter if window is None else parameter.narrow(window.dim, 0, window.stop - window.start)
+
+
+def _fill(parameter: nn.Parameter, stored) -> int:
+    """Copy the stored part into the parameter, zeros into its padding; return the bytes read.
+
+    Copied, though the file is mapped: a parameter that is a view of the file would keep all of it, and change with it.
+    """
+    part, held = _part(parameter, stored), _held(parameter)
+    if held.numel() < parameter.numel():
+        parameter.zero_()
+    held.copy_(part)
+    return part.nbytes

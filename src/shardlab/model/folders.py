@@ -1,0 +1,37 @@
+"""A folder that is whole or not there: written beside its place under another name, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `folder` at the end; after an error nothing is left of it.
+
+    Raises ValueError where `folder` is there already and not empty, at the start or, written by another process, at
+    the end: nothing of it is changed.
+    """
+    _refuse(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        try:
+            os.rename(unfinished, folder)  # onto an empty folder, or none: atomic
+        except OSError:
+            _refuse(folder)
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _refuse(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already: name another folder, or remove it first")

@@ -1,0 +1,23 @@
+"""The feed-forward block: SwiGLU (arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..specs import ModelSpec
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), with `ffn` hidden units."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, seq, hidden) → (batch, seq, hidden)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,85 @@
+"""The tensors in a Hugging Face folder, by name, whichever of its safetensors files they are in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Stored:
+    """A folder's tensors, memory-mapped: nothing is read but file headers until a slice is taken.
+
+    `with Stored(folder) as stored: stored.names`, `stored.slice(name)[rows]`. Raises ValueError, with the file's name
+    and the remedy, where a file is missing, cut short or no safetensors; pickled weights are refused.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._file_of)
+
+    def slice(self, name: str) -> Any:
+        """The tensor as safetensors' lazy slice: `.get_shape()`, and indexing reads that part as a torch tensor."""
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _read_index(self) -> dict[str, str]:
+        """Tensor name → file name, of a single file or of all files of an index, each opened."""
+        index = self.folder / INDEX
+        if not index.exists():
+            return dict.fromkeys(self._open(WHOLE), WHOLE)
+        try:
+            file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index} is no index of safetensors files ({error!r}): write the folder again") from None
+        held = {file: self._open(file) for file in sorted(set(file_of.values()))}
+        if lost := [name for name, file in file_of.items() if name not in held[file]]:
+            raise ValueError(f"{index} names tensors that its files lack: {some(lost)}; write the folder again")
+        return file_of
+
+    def _open(self, file: str) -> list[str]:
+        """Open one file and return the names of its tensors."""
+        path = self.folder / file
+        if not path.exists():
+            raise ValueError(self._missing(path))
+        try:
+            self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut short or damaged ({error}): fetch or write it again") from None
+        return list(self._files[file].keys())
+
+    def _missing(self, path: Path) -> str:
+        if not self.folder.is_dir():
+            return f"{self.folder} is not a folder"
+        if path.name != WHOLE:
+            return f"{path} is named by {INDEX} and missing: fetch the folder's remaining files"
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.folder.glob(pattern))
+        if pickled:
+            return (
+                f"{self.folder} has its weights in {some(pickled)}: pickled, which can run any code when read. "
+                "Convert them where you trust them: transformers' from_pretrained, then save_pretrained"
+            )
+        return f"{self.folder} has neither {WHOLE} nor {INDEX}"
+
+
+def some(names: list[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

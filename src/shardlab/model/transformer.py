@@ -1,0 +1,100 @@
+"""The plain model: a decoder-only Transformer of the Llama family, on one device, knowing nothing of ranks.
+
+Modules have the names of Hugging Face's, without the leading "model.", so a checkpoint's tensors need no table.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import torch
+from torch import nn
+
+from ..specs import ModelSpec
+from . import rope
+from .attention import Attention
+from .cache import KVCache, LayerCache
+from .generate import greedy
+from .head import Head
+from .mlp import MLP
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward block, each on a normed copy of the stream and added back to it."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.self_attn = make_attention(spec)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.mlp = make_mlp(spec)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """(batch, seq, hidden) → (batch, seq, hidden)."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def make_attention(spec: ModelSpec) -> nn.Module:
+    """The kind of attention that the spec asks for. (Latent attention will have its place here.)"""
+    return Attention(spec)
+
+
+def make_mlp(spec: ModelSpec) -> nn.Module:
+    """The kind of feed-forward block that the spec asks for. (Experts will have their place here.)"""
+    return MLP(spec)
+
+
+class Transformer(nn.Module):
+    """The model that `spec` describes. Weights come from `checkpoint.load` or `initialise`, not from the constructor.
+
+    Built under `torch.device("meta")` it takes no memory until then. Tied embeddings are one parameter of two names.
+    """
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden)
+        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+        self.lm_head = Head(spec.hidden, spec.vocab)
+        if spec.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Token ids (batch, seq) → (batch, seq, hidden), after the last norm.
+
+        positions (seq,) or (batch, seq) are what RoPE turns by: by default they count on from the cache's length, or
+        from 0. They don't change who attends to whom: a token attends to itself and all before it, cached ones too.
+        """
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        x = self.embed_tokens(tokens)
+        cos, sin = rope.table(self.spec, positions, x.dtype)
+        for layer, kept in zip(self.layers, repeat(None) if cache is None else cache.layers, strict=False):
+            x = layer(x, cos, sin, kept)
+        return self.norm(x)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Token ids (batch, seq) → logits (batch, seq, vocab); `positions` and `cache` as for `hidden`."""
+        return self.lm_head(self.hidden(tokens, positions, cache))
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean next-token cross-entropy, in nats, over labels other than -100: a scalar.
+
+        tokens and labels (batch, seq); labels[:, i] is the token that follows tokens[:, i]: shifted already.
+        """
+        return self.lm_head.loss(self.hidden(tokens), labels)
+
+    def generate(
+        self, tokens: torch.Tensor, new_tokens: int, stop: int | None = None, cached: bool = True
+    ) -> torch.Tensor:
+        """Continue tokens (batch, seq) with the likeliest next token, `new_tokens` times: see `generate.greedy`."""
+        return greedy(self, tokens, new_tokens, stop, cached)
