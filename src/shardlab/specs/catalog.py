@@ -1,0 +1,26 @@
+"""Published models by name: their sizes, with the source and the date of each, from `data/models.toml`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from importlib.resources import files
+
+from .model import ModelSpec
+from .rope import RopeScaling
+
+
+def bundled_models() -> dict[str, dict]:
+    """Every bundled model as it stands in the file: name → sizes, `source` and `date` (year-month of the release)."""
+    return tomllib.loads(files(__package__).joinpath("data/models.toml").read_text(encoding="utf-8"))
+
+
+def find_model(name: str) -> ModelSpec:
+    """The spec of a bundled model: `find_model("llama-3.1-70b")`. ValueError on another name, with the nearest ones."""
+    known = bundled_models()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)
+        raise ValueError(f"no bundled model {name!r}: did you mean {' or '.join(near)}?")
+    sizes = {key: value for key, value in known[name].items() if key not in ("source", "date")}
+    scaling = sizes.pop("rope_scaling", None)
+    return ModelSpec(name=name, rope_scaling=RopeScaling(**scaling) if scaling else None, **sizes)
