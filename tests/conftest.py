@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import pytest
+from checkpoints import tiny  # noqa: F401  a fixture of every test
 
 from shardlab.launch import ranks
 
