@@ -87,7 +87,7 @@ class TrafficBill(Bill):
     def rows(self) -> list[Row]:
         rows = [Row(f"{c.phase}, {c.what}", f"{c.count} {c.op} × {c.derivation}", c.count * c.payload,
                     note=f"wire {binary(c.count * c.wire)}") for c in self.collectives]
-        total = f"{self.count()} collectives, {self.hops():,} messages one after the other"
+        total = f"{self.count()} collectives, {self.hops():,} messages one after another"
         return [*rows, Row("total", total, self.total(), note=f"wire {binary(self.wire())}")]
 
     @property

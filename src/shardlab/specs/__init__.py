@@ -7,4 +7,5 @@ from .model import ModelSpec
 from .rope import RopeScaling
 from .tensor import TensorSpec, padded
 
-__all__ = ["Dtype", "Layout", "ModelSpec", "RopeScaling", "TensorSpec", "bundled_models", "dtype_of", "find_model", "padded"]
+__all__ = ["Dtype", "Layout", "ModelSpec", "RopeScaling", "TensorSpec", "bundled_models", "dtype_of", "find_model",
+           "padded"]

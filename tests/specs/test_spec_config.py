@@ -1,0 +1,203 @@
+"""What a Hugging Face config means, and what is refused in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.specs import ModelSpec, RopeScaling
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 101}
+QWEN = TINY | {"model_type": "qwen2", "num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+
+
+def test_a_config_of_the_needed_keys_alone_takes_the_documented_defaults():
+    assert ModelSpec.from_config(TINY) == ModelSpec(
+        name="llama", hidden=64, layers=2, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=101, tied=False,
+        attention_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, norm_eps=1e-6, rope_theta=10000.0,
+        rope_scaling=None, max_positions=2048, torch_dtype=None)
+
+
+def test_every_size_is_read_from_its_own_key():
+    spec = ModelSpec.from_config(TINY | {
+        "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
+        "max_position_embeddings": 77, "torch_dtype": "bfloat16"})
+    assert spec == ModelSpec(name="llama", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=96, vocab=101,
+                             tied=True, norm_eps=1e-5, rope_theta=5e5, max_positions=77, torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_defaults_are_those_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    config = TINY | {"model_type": kind, "num_key_value_heads": 2, "sliding_window": None}
+    spec, real = ModelSpec.from_config(config), transformers.AutoConfig.for_model(**config)
+    assert (spec.norm_eps, spec.max_positions, spec.tied) == (
+        real.rms_norm_eps, real.max_position_embeddings, real.tie_word_embeddings)
+    assert spec.rope_theta == real.rope_parameters["rope_theta"]
+    assert spec.head_dim == getattr(real, "head_dim", 16)  # qwen2 names none; its model takes hidden / heads
+    # what transformers writes, with everything filled in and under its new names, means the same
+    assert ModelSpec.from_config(real.to_dict()) == spec
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                                 "vocab_size", "model_type"])
+@pytest.mark.parametrize("null", [False, True])
+def test_a_missing_needed_key_is_refused_by_its_name(key, null):
+    config = {k: v for k, v in TINY.items() if k != key} | ({key: None} if null else {})
+    with pytest.raises(ValueError, match=f"lacks the key '{key}'"):
+        ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+def test_kv_heads_are_not_guessed_where_the_default_is_another_models(kind):
+    config = TINY | {"model_type": kind, "sliding_window": None}
+    with pytest.raises(ValueError, match="lacks the key 'num_key_value_heads'"):
+        ModelSpec.from_config(config)
+    assert ModelSpec.from_config(config | {"num_key_value_heads": None}).kv_heads == 4
+
+
+@pytest.mark.parametrize(("kind", "keys", "biases"), [
+    ("llama", {}, (False, False, False)),
+    ("llama", {"attention_bias": True}, (True, True, False)),
+    ("llama", {"mlp_bias": True}, (False, False, True)),
+    ("qwen2", {}, (True, False, False)),
+    ("qwen2", {"attention_bias": False, "mlp_bias": True}, (True, False, False)),
+    ("qwen3", {}, (False, False, False)),
+    ("qwen3", {"attention_bias": True}, (True, True, False)),
+    ("mistral", {"attention_bias": True, "mlp_bias": True, "sliding_window": None}, (False, False, False)),
+])
+def test_biases_are_those_of_the_model_type(kind, keys, biases):
+    spec = ModelSpec.from_config(QWEN | {"model_type": kind} | keys)
+    assert (spec.attention_bias, spec.output_bias, spec.mlp_bias) == biases
+    assert spec.qk_norm == (kind == "qwen3")
+
+
+def test_qwen3_has_its_own_default_of_head_dim():
+    assert ModelSpec.from_config(QWEN | {"model_type": "qwen3"}).head_dim == 128
+    assert ModelSpec.from_config(QWEN | {"model_type": "qwen3", "head_dim": 32}).head_dim == 32
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"num_local_experts": 8}, "num_local_experts = 8: a mixture of experts is not supported; supported are dense"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank = 512: multi-head latent attention is not supported"),
+    ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported; supported are .* llama, mistral, qwen2, qwen3"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: .* 'silu'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported: use one"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs the key 'factor'"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' needs the key 'factor'"),
+    ({"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}}, "needs the key 'low_freq_factor'"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor = 4.0 must be below high_freq_factor = 4.0"),
+    ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor must be a number above 0, not '8'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type .full_attention."),
+    ({"rope_scaling": "llama3"}, "objects with a rope_type, not 'llama3'"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention: a sliding window"),
+    ({"hidden_size": -64}, "hidden_size must be a whole number of at least 1, not -64"),
+    ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, not 0"),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1, not True"),
+    ({"intermediate_size": 96.0}, "intermediate_size must be a whole number of at least 1, not 96.0"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
+    ({"rope_theta": float("inf")}, "rope_theta must be a number above 0, not inf"),
+    ({"hidden_size": 66}, "hidden_size = 66 does not divide by num_attention_heads = 4: give head_dim"),
+    ({"num_key_value_heads": 3}, "3 KV heads don't divide 4 heads"),
+    ({"head_dim": 15}, "head_dim = 15 must be even"),
+])
+def test_what_is_not_supported_is_refused_with_its_key_and_value(keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_config(TINY | keys)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-120b", "qwen3-235b-a22b", "gpt2"])
+def test_published_models_that_are_not_supported_are_refused(name):
+    with pytest.raises(ValueError, match=r"is not supported; supported are dense decoders"):
+        ModelSpec.from_config(CONFIGS / f"{name}.json")
+
+
+@pytest.mark.parametrize(("keys", "window"), [
+    ({"model_type": "mistral"}, "sliding_window = 4096 .its default."),
+    ({"model_type": "mistral", "sliding_window": 512}, "sliding_window = 512: a sliding window is not supported"),
+    ({"model_type": "mistral", "sliding_window": None}, None),
+    ({"sliding_window": 512}, None),
+    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}, "window = 512, from layer 1 on"),
+    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}, None),
+    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, None),
+    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1, "layer_types": ["full_attention"] * 2},
+     None),
+])
+def test_a_window_is_refused_only_where_it_is_in_use(keys, window):
+    if window is None:
+        assert ModelSpec.from_config(QWEN | keys).layers == 2
+    else:
+        with pytest.raises(ValueError, match=window):
+            ModelSpec.from_config(QWEN | keys)
+
+
+@pytest.mark.parametrize("keys", [
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | {k: v for k, v in LLAMA3.items() if k != "rope_type"}},
+])
+def test_rope_reads_the_same_from_old_and_new_keys(keys):
+    spec = ModelSpec.from_config(TINY | keys)
+    assert spec.rope_theta == 5e5
+    assert spec.rope_scaling == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def test_yarn_takes_its_defaults_from_the_context():
+    yarn = ModelSpec.from_config(TINY | {"max_position_embeddings": 512, "rope_scaling": {
+        "type": "yarn", "factor": None, "original_max_position_embeddings": 128, "mscale": 1.0}})
+    assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 128, beta_fast=32, beta_slow=1, mscale=1.0)
+    whole = ModelSpec.from_config(TINY | {"rope_scaling": {"type": "yarn", "factor": 2.0}})
+    assert whole.rope_scaling.original_max_position_embeddings == 2048
+    outside = ModelSpec.from_config(TINY | {"original_max_position_embeddings": 64,
+                                            "rope_scaling": {"type": "yarn", "factor": 2.0}})
+    assert outside.rope_scaling.original_max_position_embeddings == 64
+
+
+def test_linear_scaling_and_default_rope():
+    assert ModelSpec.from_config(TINY | {"rope_scaling": {"type": "linear", "factor": 4}}).rope_scaling == (
+        RopeScaling("linear", 4))
+    default = ModelSpec.from_config(TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}})
+    assert (default.rope_theta, default.rope_scaling) == (7.0, None)
+
+
+def test_a_config_is_found_in_a_folder_and_named_after_it(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    assert ModelSpec.from_config(folder).name == "my-model"
+    assert ModelSpec.from_config(str(folder / "config.json")).name == "config"
+    assert ModelSpec.from_config(CONFIGS / "llama-2-7b.json").name == "llama-2-7b"
+
+
+def test_a_broken_file_is_refused_with_the_place(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY)[:40])
+    with pytest.raises(ValueError, match=r"config\.json is not a whole JSON file: .*line 1 column"):
+        ModelSpec.from_config(file)
+    file.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="holds a list, not an object"):
+        ModelSpec.from_config(file)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ModelSpec.from_config(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        (tmp_path / "empty").mkdir()
+        ModelSpec.from_config(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"hidden": -1}, "hidden must be a whole number"), ({"layers": True}, "layers must be"),
+    ({"tied": 1}, "tied must be true or false"), ({"kv_heads": 3}, "3 KV heads don't divide 4 heads"),
+    ({"kv_heads": 8}, "8 KV heads don't divide 4 heads"), ({"norm_eps": -1.0}, "norm_eps must be a number above 0"),
+])
+def test_a_spec_made_by_hand_is_checked_too(change, message):
+    sizes = dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=101)
+    assert ModelSpec(**sizes).total > 0
+    with pytest.raises(ValueError, match=message):
+        ModelSpec(**sizes | change)

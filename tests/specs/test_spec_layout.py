@@ -1,0 +1,54 @@
+"""Which degrees a model allows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.specs import Layout, ModelSpec
+
+
+def spec(heads, kv_heads):
+    return ModelSpec(name="some", hidden=64, layers=1, heads=heads, kv_heads=kv_heads, head_dim=16, ffn=96, vocab=101)
+
+
+def test_world_size():
+    assert (Layout().world_size, Layout(tp=4).world_size) == (1, 4)
+
+
+@pytest.mark.parametrize("tp", [0, -2, True, 2.0, "2"])
+def test_a_degree_is_a_whole_number(tp):
+    with pytest.raises(ValueError, match="tp must be a whole number of at least 1"):
+        Layout(tp)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [
+    (9, 3, 3), (9, 3, 9), (8, 2, 4), (8, 2, 8), (64, 8, 16), (4, 4, 4), (28, 4, 2), (1, 1, 1)])
+def test_heads_may_be_shared_out_or_copied(heads, kv_heads, tp):
+    Layout(tp).check(spec(heads, kv_heads))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp", "allowed"), [
+    (9, 3, 2, "1, 3, 9"),
+    (40, 10, 4, "1, 2, 5, 10, 20, 40"),  # T4: torchtitan#2577, deep in a reshape
+    (12, 4, 6, "1, 2, 4, 12"),  # SV10: half a head each
+    (12, 4, 24, "1, 2, 4, 12"),
+])
+def test_others_are_refused_with_what_would_do(heads, kv_heads, tp, allowed):
+    message = f"tp = {tp} does not cut the {heads} heads and {kv_heads} KV heads of some .*; tp can be {allowed}$"
+    with pytest.raises(ValueError, match=message):
+        Layout(tp).check(spec(heads, kv_heads))
+
+
+@settings(deadline=None)
+@given(kv_heads=st.integers(1, 12), queries=st.integers(1, 8), tp=st.integers(1, 64))
+def test_what_passes_leaves_whole_heads_on_every_rank(kv_heads, queries, tp):
+    model = spec(kv_heads * queries, kv_heads)
+    try:
+        Layout(tp).check(model)
+    except ValueError:
+        return
+    for tensor in model.layer_tensors():
+        if tensor.unit == model.head_dim:
+            dim = 1 if tensor.cut == "row" else 0
+            assert tensor.local_shape(tp)[dim] % model.head_dim == 0
+            assert tensor.local_shape(tp)[dim] * tp == tensor.shape[dim] * tensor.copies(tp)
