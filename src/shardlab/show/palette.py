@@ -1,6 +1,6 @@
 """The book's colours: one for each axis, one for each kind of work, told apart by colour-blind readers too.
 
-Axes take the colours of Okabe and Ito (jfly.uni-koeln.de/color), work the muted ones of Paul Tol (sronpersonalpages.nl).
+Axes take the colours of Okabe and Ito (jfly.uni-koeln.de/color), work the muted ones of Paul Tol.
 """
 
 from __future__ import annotations
