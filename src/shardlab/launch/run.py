@@ -1,0 +1,140 @@
+"""The two ways to have a function run on ranks: `launch`, and `ranks` that stay. See the package's docstring."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from .crew import Crew, Server, environ
+from .rank import IN_RANK, MOST_RANKS
+from .send import pack
+
+_BACKENDS = ("auto", "gloo", "nccl")
+_server = Server()  # this process's one server; nothing is started before the first ranks are
+
+
+def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: float = 60, threads: int = 1,
+           **kwargs) -> list:
+    """Run fn(group, *args, **kwargs) on `ranks` new processes; their results in rank order.
+
+    `group` is the process group of all ranks. `backend`: 'gloo', 'nccl' (one GPU a rank), or 'auto': nccl for the
+    tensors on GPUs where there is one for each rank, gloo for the others. `timeout` in seconds, for fn; `threads` of
+    PyTorch in each rank. fn, its arguments and results travel by value (cloudpickle), so that functions and classes
+    of a notebook or a test will do. What ranks print is printed here, labelled, in rank order.
+
+    Raises ValueError or TypeError before anything starts (arguments, an fn that can't be sent); RankError when a rank
+    raises, RankExited when one ends, RankTimeout at the time limit. Under torchrun, what fn raises.
+    """
+    with Ranks(ranks, backend, timeout, threads) as pool:
+        return pool.run(fn, *args, **kwargs)
+
+
+def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1) -> Ranks:
+    """Ranks that stay alive between calls: `with ranks(4) as r: r.run(fn, …)`; the arguments are those of `launch`."""
+    return Ranks(ranks, backend, timeout, threads)
+
+
+class Ranks:
+    """A number of ranks that stay: started by the first run, ended by `close()`, by leaving `with`, or by a failure.
+
+    After a failure the next run starts fresh ones.
+    """
+
+    def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1):
+        _check(size, backend, timeout, threads)
+        self.size, self.backend, self.timeout, self.threads = size, backend, timeout, threads
+        self._crew: Crew | None = None
+        self._closed = False
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def run(self, fn: Callable, *args, **kwargs) -> list:
+        """Run fn(group, *args, **kwargs) on every rank; the results in rank order. Raises as `launch` does."""
+        if not callable(fn):
+            raise TypeError(f"fn must be a function to run on every rank, not {fn!r}: launch(fn, 4), r.run(fn)")
+        if self._closed:
+            raise ValueError("these ranks are closed; make new ones with ranks(…)")
+        if dist.is_torchelastic_launched():
+            return self._run_in_torchrun(fn, args, kwargs)
+        payload = pack(fn, args, kwargs)
+        try:
+            if self._crew is None:
+                self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads)
+            return [cloudpickle.loads(body) for body in self._crew.run(payload, self.timeout)]
+        except BaseException:  # Ctrl-C included
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """End the ranks; returns when they are gone."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._crew is not None:
+            self._crew.end()
+            self._crew = None
+
+    def _run_in_torchrun(self, fn: Callable, args: tuple, kwargs: dict) -> list:
+        world = int(os.environ["WORLD_SIZE"])
+        if self.size != world:
+            raise ValueError(f"{self.size} ranks asked for, but torchrun has started {world} processes: "
+                             f"use torchrun --nproc-per-node {self.size}, or ranks={world}")
+        torch.set_num_threads(self.threads)
+        if not dist.is_initialized():
+            _join_torchrun(self.backend, self.timeout)
+        results = [None] * world
+        dist.all_gather_object(results, fn(dist.group.WORLD, *args, **kwargs))
+        return results
+
+
+def _join_torchrun(backend: str, timeout: float) -> None:
+    """Make torchrun's process group, for as long as this process lives: a second run takes the same one."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local == int(os.environ["WORLD_SIZE"]):  # one host: the loopback will do
+        os.environ.update(environ())
+    chosen = _chosen(backend, local)
+    if "nccl" in chosen:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
+    atexit.register(dist.destroy_process_group)
+
+
+def _check(size: int, backend: str, timeout: float, threads: int) -> None:
+    for name, value in (("ranks", size), ("threads", threads)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a whole number, not {value!r}: launch(fn, 4), ranks(4)")
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, not {value}")
+    if size > MOST_RANKS:
+        raise ValueError(f"{size} ranks are more than the {MOST_RANKS} that one machine is asked to start")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        raise ValueError(f"nccl wants one GPU a rank: {size} ranks, {torch.cuda.device_count()} GPUs; "
+                         "use backend='gloo', or fewer ranks")
+    if not hasattr(os, "fork"):
+        raise RuntimeError("ranks are forked, which Windows can't do: use WSL there")
+    if IN_RANK in os.environ:
+        raise RuntimeError("a rank can't start ranks of its own: call launch outside of the function that the ranks "
+                           "run; for a group of some of the ranks there is torch.distributed.new_group")
+
+
+def _chosen(backend: str, local: int) -> str:
+    """What init_process_group is told for `backend` where `local` ranks share this host."""
+    if backend == "auto":
+        return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= local else "gloo"
+    return backend
