@@ -2,7 +2,8 @@
 
 from .compare import Comparison, compare
 from .cuts import column_then_row, heads
+from .measured import measured
 from .palette import AXES, WORK
 from .timeline import timeline
 
-__all__ = ["AXES", "WORK", "Comparison", "column_then_row", "compare", "heads", "timeline"]
+__all__ = ["AXES", "WORK", "Comparison", "column_then_row", "compare", "heads", "measured", "timeline"]

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..specs import Layout, ModelSpec
 from .palette import AXES, INK, PALE, ladder
+from .picture import Picture
 
 TOKENS, HIDDEN = 1.0, 1.7  # drawn sizes of the two dims that are not cut; the cut one is to scale with hidden
 
 
-def column_then_row(spec: ModelSpec, layout: Layout) -> Figure:
+def column_then_row(spec: ModelSpec, layout: Layout) -> Picture:
     """The feed-forward block on `layout.tp` ranks: the first matrix cut by columns, the second by rows, then one sum.
 
     A slice has its rank's tint and number. Raises ValueError where the layout does not cut the spec.
     """
     layout.check(spec)
     p, ffn = layout.tp, HIDDEN * min(1.8, spec.ffn / spec.hidden)
-    figure = Figure(figsize=(6.4, 4.9), layout="constrained")
+    figure = Picture(figsize=(6.4, 4.9), layout="constrained")
     axes = figure.subplots()
     top = 5.0
     x = _matrix(axes, 0, top, HIDDEN, TOKENS, "X", f"tokens × {spec.hidden}")
@@ -47,7 +47,7 @@ def column_then_row(spec: ModelSpec, layout: Layout) -> Figure:
     return _finish(axes)
 
 
-def heads(spec: ModelSpec, layout: Layout) -> Figure:
+def heads(spec: ModelSpec, layout: Layout) -> Picture:
     """Which heads each of `layout.tp` ranks holds: a square a query head, below them a square a KV head.
 
     A KV head that an earlier rank holds too is hatched: it is a copy. Raises ValueError where the heads don't divide.
@@ -57,7 +57,7 @@ def heads(spec: ModelSpec, layout: Layout) -> Figure:
     queries, keys = spec.heads // p, max(1, spec.kv_heads // p)
     columns = max(keys, math.isqrt(queries))
     lines = -(-queries // columns)
-    figure = Figure(figsize=(6.4, 2.2), layout="constrained")
+    figure = Picture(figsize=(6.4, 2.2), layout="constrained")
     axes = figure.subplots()
     for r in range(p):
         left = r * (columns + 0.8)
@@ -102,10 +102,10 @@ def _ink(rank: int, p: int) -> str:
     return "white" if rank < p / 2 else INK
 
 
-def _finish(axes: Axes) -> Figure:
+def _finish(axes: Axes) -> Picture:
     axes.set_aspect("equal")
     axes.set_axis_off()
     axes.autoscale_view()
     figure = axes.get_figure()
-    assert isinstance(figure, Figure)
+    assert isinstance(figure, Picture)
     return figure

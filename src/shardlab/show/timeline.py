@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .palette import AXES, INK, PALE
+from .picture import Picture
 
 
-def timeline(entries: Sequence[dict], title: str = "") -> Figure:
+def timeline(entries: Sequence[dict], title: str = "") -> Picture:
     """A row for each rank, a bar for each collective from the call to its end, in its axis's colour.
 
     `entries` are the dictionaries of `Ledger.to_dicts()`, of any number of ranks. Bars of backward are hatched. Time is
@@ -20,7 +20,7 @@ def timeline(entries: Sequence[dict], title: str = "") -> Figure:
         raise ValueError("an empty ledger has no timeline: record some collectives first")
     ranks = sorted({e["rank"] for e in entries})
     zero = min(e["start"] for e in entries)
-    figure = Figure(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
+    figure = Picture(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
     axes = figure.subplots()
     for e in entries:
         back = e["phase"] == "backward"
