@@ -125,7 +125,7 @@ class VocabParallelEmbedding(nn.Embedding):
     def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup):
         n, p = whole.num_embeddings, group.size()
         size = padded(n, p) // p
-        super().__init__(size, whole.embedding_dim, device="meta")
+        super().__init__(size, whole.embedding_dim, _weight=torch.empty(size, whole.embedding_dim, device="meta"))
         self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
         self.weight = parameter(whole.weight, self.rows, size)
 
