@@ -58,7 +58,8 @@ def load(model: Transformer, folder: str | Path, device: torch.device | str = "c
 def save(model: Transformer, folder: str | Path) -> None:
     """Write the plain model as a Hugging Face folder that `transformers` loads, in the dtype of its parameters.
 
-    The folder appears whole or not at all. Raises ValueError where it is there and not empty, and on a cut model.
+    The folder appears whole or not at all. Raises FileExistsError where it is there and not empty, ValueError on a cut
+    model.
     """
     parameters = {_stored_name(names[0]): parameter for names, parameter in distinct(model)}
     for name, parameter in parameters.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 def written_whole(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which becomes `folder` at the end; after an error nothing is left of it.
 
-    Raises ValueError where `folder` is there already and not empty, at the start or, written by another process, at
+    Raises FileExistsError where `folder` is there already and not empty, at the start or (another process wrote it) at
     the end: nothing of it is changed.
     """
     _refuse(folder)
@@ -34,4 +34,4 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 def _refuse(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already: name another folder, or remove it first")
+        raise FileExistsError(f"{folder} exists already: name another folder, or remove it first")
