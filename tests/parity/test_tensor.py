@@ -1,7 +1,7 @@
-"""Tensor parallelism against the plain twin, in float64, on every rank: loss, logits, every gradient, parameters after steps.
+"""Tensor parallelism against the plain twin, in float64, on every rank: loss, logits, all gradients, parameters.
 
-Sizes don't divide (FFN 90, vocabulary 101), weights are distinct by position, biases and norms are far from their initial
-values, and both plain SGD and AdamW are stepped (Adam forgives a constant factor in a gradient).
+Sizes don't divide (FFN 90, vocabulary 101), weights are distinct by position, biases and norms are far from their
+initial values, and both plain SGD and AdamW are stepped (Adam forgives a constant factor in a gradient).
 """
 
 import copy
@@ -57,7 +57,7 @@ def mine(whole, parameter):
 
 
 def distances(plain, cut, of):
-    """The largest distance between the cut model's tensors and this rank's part of the plain ones, over the largest of all."""
+    """The largest distance between the cut model's tensors and this rank's part of the plain ones, over the largest."""
     theirs, ours = dict(plain.named_parameters()), dict(cut.named_parameters())
     assert list(theirs) == list(ours)
     pairs = [(of(theirs[name]), of(p), p) for name, p in ours.items()]
@@ -97,7 +97,10 @@ def test_a_cut_model_is_the_plain_one(pool, sizes, p, optimizer):
         assert worst["parameters"] < 1e-9, worst
 
 
-@pytest.mark.parametrize("frozen", [("embed_tokens.weight",), ("layers.0.self_attn.o_proj.weight", "layers.1.mlp.up_proj.weight")])
+FROZEN = [("embed_tokens.weight",), ("layers.0.self_attn.o_proj.weight", "layers.1.mlp.up_proj.weight")]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_weights_stay_frozen_and_the_rest_is_trained(pool, frozen):
     for worst in pool(2).run(compare, dict(tied=len(frozen) == 1, kv_heads=1), frozen):
         assert max(worst.values()) < 1e-9, worst
@@ -169,7 +172,8 @@ def foreign_tokens(group):
 
 
 def test_a_token_outside_the_vocabulary_is_refused_not_taken_for_another_ranks(pool):
-    assert pool(2).run(foreign_tokens) == [[f"token {t} is outside the vocabulary of 101" for t in (101, -1, 101, -1)]] * 2
+    expected = [f"token {t} is outside the vocabulary of 101" for t in (101, -1, 101, -1)]
+    assert pool(2).run(foreign_tokens) == [expected] * 2
 
 
 def no_labels(group):
@@ -181,7 +185,7 @@ def no_labels(group):
 
 def test_a_batch_without_labels_gives_what_the_plain_model_gives(pool):
     for plain, cut in pool(2).run(no_labels):
-        assert plain == cut or plain != plain and cut != cut
+        assert plain == cut or (plain != plain and cut != cut)
 
 
 def low_precision(group):
