@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ..specs import Dtype, Layout, ModelSpec, TensorSpec, dtype_of
+from ..specs import Dtype, Layout, ModelSpec, dtype_of, padded
 from ..specs.check import whole
 from ..specs.units import binary
 from .bill import Bill, Row
@@ -151,7 +151,7 @@ class _Step:
 
     def logits(self) -> Iterator[Collective]:
         """Each rank's part of the vocabulary, to every rank."""
-        part = TensorSpec("", (self.spec.vocab,), "head", "vocab").local_shape(self.tp)[0]
+        part = padded(self.spec.vocab, self.tp) // self.tp
         text = f"{self._tokens} × {part:,} × {self.dtype.bytes} B"
         yield self._call("all_gather", "forward", "logits", 1, self.tokens * part * self.dtype.bytes, text)
 
