@@ -12,8 +12,9 @@ from shardlab.comm import regions
 
 STEP = 1e-6
 #          region                   input     result is used
-REGIONS = {"copy_to": ("whole", "differently"), "reduce_from": ("own", "alike"), "scatter_to": ("whole", "differently"),
-           "gather_from": ("own", "alike"), "all_gather": ("own", "differently"), "reduce_scatter": ("own", "differently")}
+REGIONS = {"copy_to": ("whole", "differently"), "reduce_from": ("own", "alike"),
+           "scatter_to": ("whole", "differently"), "gather_from": ("own", "alike"),
+           "all_gather": ("own", "differently"), "reduce_scatter": ("own", "differently")}
 
 
 def total(group, region, dim, x, used):
@@ -62,7 +63,8 @@ def forwards(group):
     whole = torch.arange(2.0 * p).view(p, 2)
     return {"copy_to": regions.copy_to(x, group), "reduce_from": regions.reduce_from(x, group),
             "scatter_to": regions.scatter_to(whole, group, 0), "gather_from": regions.gather_from(x, group, 1),
-            "all_gather": regions.all_gather(x, group, 0), "reduce_scatter": regions.reduce_scatter(x, group, 0), "x": x}
+            "all_gather": regions.all_gather(x, group, 0), "reduce_scatter": regions.reduce_scatter(x, group, 0),
+            "x": x}
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
