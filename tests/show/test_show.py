@@ -1,0 +1,87 @@
+"""Pictures come from specs and ledgers, comparisons say what differs, figures carry their machine."""
+
+import re
+
+import pytest
+
+from shardlab import show
+from shardlab.cost import traffic
+from shardlab.show.palette import AXES, WORK, ladder
+from shardlab.specs import Layout, find_model
+
+LLAMA = find_model("llama-3.1-70b")
+
+
+def entries(bill, rank=0, **changes):
+    """The ledger of a rank that did exactly what the bill says."""
+    calls = [c for c in bill.collectives for _ in range(c.count)]
+    return [dict(op=c.op, axis=c.axis, phase=c.phase, payload=c.payload, rank=rank, start=i, end=i + 0.5) | changes
+            for i, c in enumerate(calls)]
+
+
+def test_a_comparison_is_true_where_every_row_agrees():
+    bill = traffic(LLAMA, Layout(tp=8), 1, 1, "bf16")
+    good = show.compare(bill.to_dict()["collectives"], entries(bill))
+    assert good and [row[0:2] for row in good.rows] == [("all_reduce", "forward"), ("all_reduce", "backward")]
+    assert "differs" not in str(good) and good._repr_html_().count("<tr>") == 3
+
+
+def test_one_call_too_few_one_byte_too_many_or_an_op_nobody_predicted_differs():
+    bill = traffic(LLAMA, Layout(tp=8), 1, 1, "bf16")
+    rows, counted = bill.to_dict()["collectives"], entries(bill)
+    fewer, more = counted[:-1], [counted[0] | {"payload": counted[0]["payload"] + 1}, *counted[1:]]
+    strange = [*counted, counted[0] | {"op": "send"}]
+    for ledger in (fewer, more, strange):
+        comparison = show.compare(rows, ledger)
+        assert not comparison and "differs" in str(comparison)
+
+
+def test_a_ledger_of_several_ranks_is_not_held_against_the_bill_of_one():
+    bill = traffic(LLAMA, Layout(tp=8), 1, 1, "bf16")
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\]"):
+        show.compare(bill.to_dict()["collectives"], entries(bill) + entries(bill, rank=1))
+
+
+def test_a_timeline_has_a_bar_for_each_entry_and_a_row_for_each_rank():
+    bill = traffic(LLAMA, Layout(tp=8), 1, 1, "bf16")
+    picture = show.timeline(entries(bill) + entries(bill, rank=3, phase="backward"), "title")
+    axes = picture.axes[0]
+    assert len(axes.patches) == 2 * bill.count()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 3"]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"tp forward", "tp backward"}
+    assert "<svg" in picture._repr_svg_()
+    with pytest.raises(ValueError, match="empty ledger"):
+        show.timeline([])
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_column_then_row_draws_every_rank_in_all_three_cut_matrices_and_in_the_sum(p):
+    model = LLAMA if p != 3 else find_model("smollm2-135m")
+    texts = [text.get_text() for text in show.column_then_row(model, Layout(tp=p)).axes[0].texts]
+    for rank in range(p):
+        assert texts.count(f"T{rank}") == 5  # gate and up, Y, Y again, down, its part of the sum
+    assert f"{model.hidden} × {model.ffn}" in texts
+
+
+def test_heads_are_those_of_the_spec_and_copies_are_hatched():
+    axes = show.heads(LLAMA, Layout(tp=16)).axes[0]
+    assert len(axes.patches) == LLAMA.heads + 16  # one KV head on each rank, half of them copies
+    assert sum(bool(patch.get_hatch()) for patch in axes.patches) == 8
+    assert not any(patch.get_hatch() for patch in show.heads(LLAMA, Layout(tp=8)).axes[0].patches)
+    with pytest.raises(ValueError, match="tp = 3"):
+        show.heads(LLAMA, Layout(tp=3))
+
+
+def test_colours_are_distinct_and_ladders_go_from_dark_to_pale():
+    colours = [axis.colour for axis in AXES.values()] + list(WORK.values())
+    assert len(set(colours)) == len(colours) and len({axis.letter for axis in AXES.values()}) == len(AXES)
+    steps = ladder(AXES["tp"].colour, 4)
+    assert steps[0] == AXES["tp"].colour and sorted(steps, key=lambda c: int(c[3:5], 16)) == steps
+
+
+def test_measured_figures_carry_hardware_and_versions():
+    bundle = show.measured(held=1234567, ratio=1.5)._repr_mimebundle_()
+    recorded = bundle["application/vnd.shardlab.measured+json"]
+    assert recorded["figures"] == {"held": 1234567, "ratio": 1.5}
+    assert re.fullmatch(r"\d+ cores \(\w+\), \w+, Python 3[\d.]+, torch [\w.+]+", recorded["machine"])
+    assert "1.5" in bundle["text/plain"] and recorded["machine"] in bundle["text/plain"]
