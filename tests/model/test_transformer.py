@@ -1,5 +1,8 @@
 """The plain model against `transformers`, on the same weights: logits, loss, generation; and its own promises."""
 
+import subprocess
+import sys
+
 import checkpoints
 import pytest
 import torch
@@ -160,3 +163,16 @@ def test_tied_embeddings_stay_one_parameter_on_meta_in_float64_and_with_memory()
     tokens = checkpoints.prompt(SPEC.vocab)
     model.loss(tokens, tokens).backward()
     assert model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_building_on_meta_is_quick_and_on_a_device_leaves_no_weight_unfilled():
+    """FOUND: torch fills an embedding on meta through its compiler, two seconds of imports on every rank."""
+    code = (
+        "import sys, torch; from shardlab.model import Transformer; from shardlab.specs import ModelSpec\n"
+        f"with torch.device('meta'): Transformer(ModelSpec(**{SIZES}))\n"
+        "print([name for name in sys.modules if name.startswith(('torch._inductor', 'torch._dynamo.'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]", run.stdout
+    torch.empty(37, 24).fill_(torch.nan)  # what an allocator is likely to give back, were it asked for no more
+    assert 0.9 < Transformer(SPEC).embed_tokens.weight.std() < 1.1

@@ -56,8 +56,10 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.spec = spec
-        # unfilled: normal_ on the meta device would import torch's compiler, two seconds on every rank
-        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden, _weight=torch.empty(spec.vocab, spec.hidden))
+        table = torch.empty(spec.vocab, spec.hidden)
+        if not table.is_meta:  # normal_ on the meta device would import torch's compiler, two seconds on every rank
+            table.normal_()
+        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden, _weight=table)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.lm_head = Head(spec.hidden, spec.vocab)
