@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Server:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from shardlab.launch import rank; rank.server()"
+        code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from shardlab.launch import rank; rank.server()"
         alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # fork wants one
         with theirs:  # a session of its own: Ctrl-C is for the starting process, which then ends the ranks
             self._process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(),
@@ -70,9 +70,8 @@ class Crew:
         self._pipes, ends = map(list, zip(*(Pipe() for _ in range(size)), strict=True))
         self._pids: list[int] = []
         try:
-            server.request([end.fileno() for end in (warden, *ends)])
-            for end in (warden, *ends):
-                end.close()  # so that the end of a process is the end of its pipe
+            with ExitStack() as handed_over:  # closed here, so that the end of a process is the end of its pipe
+                server.request([handed_over.enter_context(end).fileno() for end in (warden, *ends)])
             self._control.send(self.setup)
             self._pids = [int(body) for body in self._collect(START_LIMIT)]
         except BaseException:

@@ -82,9 +82,9 @@ class Ranks:
         self._end()
 
     def _end(self) -> None:
-        if self._crew is not None:
-            self._crew.end()
-            self._crew = None
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.end()
 
     def _run_in_torchrun(self, fn: Callable, args: tuple, kwargs: dict) -> list:
         world = int(os.environ["WORLD_SIZE"])
