@@ -16,8 +16,8 @@ from typing import Any
 
 from websocket import WebSocket, WebSocketTimeoutException, create_connection
 
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0"]
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+         "--no-first-run", "--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0"]
 
 
 def executable() -> str | None:
@@ -63,7 +63,7 @@ class Page:
     @property
     def requests(self) -> list[str]:
         """Every address that the page asked for, in order."""
-        return [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
 
     @property
     def errors(self) -> list[str]:
@@ -75,7 +75,8 @@ class Page:
 
     def screen(self, width: int, height: int) -> None:
         """Give the page a screen of so many CSS pixels; below 600 wide it is a phone's."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+                  mobile=width < 600)
 
     def picture(self, path: Path) -> None:
         """Write a PNG of the whole page, on a screen as long as the page."""
@@ -100,8 +101,12 @@ class Browser:
                 break
             time.sleep(0.05)
         self.port, path = port.read_text().split()
-        self.control = Page(create_connection(f"ws://127.0.0.1:{self.port}{path}", timeout=30, suppress_origin=True))
+        self.control = self.connect(path)
         return self
+
+    def connect(self, path: str) -> Page:
+        """A connection to the browser itself, or to one of its pages."""
+        return Page(create_connection(f"ws://127.0.0.1:{self.port}{path}", timeout=30, suppress_origin=True))
 
     def __exit__(self, *_: object) -> None:
         self.control.call("Browser.close")
@@ -112,7 +117,7 @@ class Browser:
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
         """Load `url` in a new window and wait until it is quiet."""
         target = self.control.call("Target.createTarget", url="about:blank")["targetId"]
-        page = Page(create_connection(f"ws://127.0.0.1:{self.port}/devtools/page/{target}", timeout=30, suppress_origin=True))
+        page = self.connect(f"/devtools/page/{target}")
         for domain in ("Page", "Network", "Runtime"):
             page.call(f"{domain}.enable")
         page.screen(width, height)

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-HEADER = "# The exact set that CI passes on. Written by `make requirements` from requirements.in: edit that file instead.\n"
+HEADER = "# The exact set that CI passes on, written from requirements.in by `make requirements`. Edit that one.\n"
 LEFT_OUT = {"pip", "shardlab"}
 
 

@@ -1,8 +1,9 @@
 """Set where the book is published: `make set-repository URL=https://github.com/you/yours`; URL= takes it back.
 
-The address has one place, `repository: url:` in _config.yml. What follows from it is in the labs and is written here: a
-badge that opens the lab in Colab (on GitHub only, which is all that Colab opens; pages leave it out, because its picture
-is Colab's, and have a button instead), and the setup cell, which installs the library there. Without --url the labs are brought in line with the address that is set.
+The address has one place, `repository: url:` in _config.yml. What follows from it is in the labs and is written here:
+the setup cell, which installs the library in Colab, and a badge that opens the lab there. (A page shows a button in
+its place, because the badge's picture would be asked of Colab. On other sites than GitHub there is neither: Colab can
+open only that.) Without --url the labs are brought in line with the address that is set.
 """
 
 import argparse

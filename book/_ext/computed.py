@@ -11,7 +11,7 @@ A page names what it needs in a block that is not shown, then writes numbers as 
 Both know everything that `shardlab.specs` and `shardlab.cost` export, `math`, and what stands above them on the page.
 `formats.py` lists the formats. {measured} reads the committed outputs of `labs/05_tensor.ipynb`, where the lab left its
 figures with `show.measured(held=…)`, or else `book/measured/05_tensor.json`, for what was measured outside a lab. In a
-table the bar is written `\\|`. Whatever can't be computed is a warning that names page and line, so `-W` fails the build.
+table the bar is written `\\|`. What can't be computed is a warning with page and line, so `-W` fails the build.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import shardlab.cost
-import shardlab.specs
 from docutils import nodes
 from formats import write
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+import shardlab.cost
+import shardlab.specs
 
 LOGGER = logging.getLogger(__name__)
 HERE = "<numbers>"
@@ -77,7 +78,7 @@ def recorded(notebook: dict[str, Any]) -> dict[str, Any]:
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     found = [output["data"][MIME] for output in outputs if MIME in output.get("data", {})]
     if not found:
-        raise ValueError("the lab has recorded no figures: end a cell with `show.measured(name=figure)`, run `make labs`")
+        raise ValueError("the lab has recorded nothing: end a cell with `show.measured(name=figure)`, run `make labs`")
     return {"figures": {k: v for one in found for k, v in one["figures"].items()}, "machine": found[-1]["machine"]}
 
 

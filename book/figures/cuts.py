@@ -1,7 +1,7 @@
 """Draw the picture on the book's first page: weights too large for one card, and the same weights cut over four.
 
-`python book/figures/cuts.py [FOLDER]` writes cuts.svg. Areas are to scale, and the numbers come from the library. Text and
-outlines are of a grey that is legible on a light and on a dark ground, because the README shows the picture on both.
+`python book/figures/cuts.py [FOLDER]` writes cuts.svg. Areas are to scale, and the numbers come from the library.
+Text and outlines are of a grey that is legible on light and on dark, because the README shows the picture on both.
 """
 
 import math
@@ -14,6 +14,11 @@ from shardlab.specs import Layout, find_model, units
 
 CARD = 80 * 10**9
 INK = "#767676"
+HEAD = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} 372" font-family="sans-serif">
+<style>path {{ stroke: {ink}; stroke-width: 3 }} marker path {{ stroke: none; fill: {ink} }}</style>
+<marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto-start-reverse">
+<path d="M0 0 10 5 0 10z"/></marker>"""
 PIXELS = 15 / math.sqrt(10**9)  # side in pixels per root of a byte
 
 
@@ -35,7 +40,7 @@ def text(x: float, y: float, words: str, anchor: str = "middle", colour: str = I
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     """A line with a head at both ends."""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" marker-start="url(#head)" marker-end="url(#head)"/>'
+    return f'<path d="M{x1:.1f} {y1:.1f} {x2:.1f} {y2:.1f}" marker-start="url(#head)" marker-end="url(#head)"/>'
 
 
 def whole(x: float, floor: float, weights: int) -> list[str]:
@@ -73,10 +78,7 @@ def draw() -> str:
              text(20 + side(weights) / 2, 358, "does not fit"),
              text(right + side(CARD) + 22, 358, f"fits, with {sums} sums a token")]
     width = right + 2 * side(CARD) + 44 + 20
-    head = ('<marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto-start-reverse">'
-            f'<path d="M0 0 10 5 0 10z" fill="{INK}"/></marker>')
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} 372" font-family="sans-serif" stroke-linecap="round">\n'
-            f"<defs>{head}</defs>\n" + "\n".join(parts).replace("<line ", f'<line stroke="{INK}" stroke-width="3" ') + "\n</svg>\n")
+    return "\n".join([HEAD.format(width=width, ink=INK), *parts, "</svg>", ""])
 
 
 if __name__ == "__main__":
