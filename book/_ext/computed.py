@@ -20,7 +20,7 @@ import json
 import math
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from formats import write
@@ -101,9 +101,11 @@ class Numbers(SphinxDirective):
 class ComputedRole(SphinxRole):
     """A role whose text is computed; a failure is a warning, and shows the source in the page."""
 
+    look: ClassVar[list[str]] = ["num"]
+
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         try:
-            return [nodes.inline(self.rawtext, self.compute(), classes=["num"])], []
+            return [nodes.inline(self.rawtext, self.compute(), classes=self.look)], []
         except Exception as error:
             LOGGER.warning("%s: %s: %s: %s", self.name, self.text, type(error).__name__, error,
                            location=self.get_location())
@@ -135,6 +137,8 @@ class Measured(ComputedRole):
 
 class Machine(ComputedRole):
     """{machine}`name`: the hardware and the versions that the figures of `name` were measured with."""
+
+    look: ClassVar[list[str]] = []  # words, which may break over lines
 
     def compute(self) -> str:
         return str(measured(self.env, self.text)["machine"])

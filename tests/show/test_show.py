@@ -48,7 +48,7 @@ def test_a_timeline_has_a_bar_for_each_entry_and_a_row_for_each_rank():
     axes = picture.axes[0]
     assert len(axes.patches) == 2 * bill.count()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 3"]
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"tp forward", "tp backward"}
+    assert {text.get_text() for text in picture.legends[0].get_texts()} == {"tp forward", "tp backward"}
     assert "<svg" in picture._repr_svg_()
     with pytest.raises(ValueError, match="empty ledger"):
         show.timeline([])
@@ -85,3 +85,14 @@ def test_measured_figures_carry_hardware_and_versions():
     assert recorded["figures"] == {"held": 1234567, "ratio": 1.5}
     assert re.fullmatch(r"\d+ cores \(\w+\), \w+, Python 3[\d.]+, torch [\w.+]+", recorded["machine"])
     assert "1.5" in bundle["text/plain"] and recorded["machine"] in bundle["text/plain"]
+
+
+def test_a_verdict_explains_a_wrong_prediction_and_agrees_with_a_right_one():
+    because = "two a layer"
+    assert show.verdict("sums", 80, 160, because) == "sums: 160. You predicted 80: two a layer"
+    assert show.verdict("sums", 160, 160, because) == "sums: 160, as you predicted"
+    assert show.verdict("bytes", None, 16384, because) == "bytes: 16,384 (two a layer)"
+    assert "as you predicted" in show.verdict("MB", 179.0, 179.4, because, within=0.01)
+    assert "You predicted 170.0" in show.verdict("MB", 170.0, 179.4, because, within=0.01)
+    assert "You predicted True" in show.verdict("the loss differs", True, False, because)
+    assert "You predicted all_gather" in show.verdict("verb", "all_gather", "all_reduce", because)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..comm import ops
@@ -31,14 +32,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, rows, group):
         held = rows.stop - rows.start
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if held < z.shape[-1]:
-            z = torch.cat([z[..., :held], z.new_full((*z.shape[:-1], z.shape[-1] - held), -torch.inf)], -1)
+        z = F.pad(z[..., :held], (0, z.shape[-1] - held), value=-torch.inf)
         top = ops.all_reduce(z.amax(-1), "max", group)
         exps = (z - top.unsqueeze(-1)).exp_()
         mine = (labels >= rows.start) & (labels < rows.stop)
         index = (labels - rows.start).where(mine, 0).unsqueeze(-1)
         target = z.gather(-1, index).squeeze(-1).where(mine, 0)
-        total, target = ops.all_reduce(torch.stack([exps.sum(-1), target]), group=group)
+        sums = torch.stack([exps.sum(-1), target])
+        total, target = ops.all_reduce(sums, group=group)
         ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), index, mine)
         ctx.dtype = logits.dtype
         return total.log() + top - target

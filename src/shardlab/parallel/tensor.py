@@ -25,12 +25,13 @@ from .shard import parameter, window
 
 
 def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
-    """Cut the plain `model` over the ranks of `group`, in place, and return it. Every rank of the group calls it.
+    """Cut the plain `model` over the ranks of `group`, in place, and return it.
 
-    Each rank keeps its slices of the whole weights, which must be the same on all ranks, or on the meta device, to be
-    read afterwards (`checkpoint.load` then reads this rank's slices only). `forward` still gives the whole logits
-    (batch, seq, vocab) and `loss` the whole loss, on every rank; after `backward` call `grads.finish(model)`.
-    Raises ValueError where the heads do not divide by the group's size, naming the sizes that would do.
+    Every rank of the group calls it. Each keeps its slices of the whole weights, which must be
+    the same on all ranks, or on the meta device, to be read afterwards (`checkpoint.load` then
+    reads this rank's slices only). `forward` still gives the whole logits (batch, seq, vocab)
+    and `loss` the whole loss, on every rank; after `backward` call `grads.finish(model)`.
+    Raises ValueError where the heads do not divide, naming the degrees that would do.
     """
     spec = model.spec
     Layout(tp=group.size()).check(spec)
@@ -42,17 +43,19 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
     for layer in model.layers:
-        assert isinstance(layer, Block) and isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
+        assert isinstance(layer, Block)
+        assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
         layer.self_attn = ParallelAttention(layer.self_attn, spec, group)
         layer.mlp = ParallelMLP(layer.mlp, spec, group)
     return model
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Y_r = X W_rᵀ + b_r: some rows of W (out, in), hence some of the outputs, (…, in) → (…, out/p).
+    """Y_r = X W_rᵀ + b_r: some of the outputs, (…, in) → (…, out/p).
 
-    Its input must have entered the region by `copy_to`. That is left to the caller because layers which share their
-    input (q, k and v; gate and up) then share one all-reduce in backward.
+    Its input must have entered the region by `copy_to`. That is left to the caller because
+    layers which share their input (q, k and v; gate and up) then share one all-reduce in
+    backward.
     """
 
     def __init__(self, whole: nn.Linear, rows: Window, size: int):
@@ -63,7 +66,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """Y = Σ_r X_r W_rᵀ + b: some columns of W (out, in), hence some of the inputs, (…, in/p) → (…, out), summed."""
+    """Y = Σ_r X_r W_rᵀ + b: some of the inputs, (…, in/p) → (…, out), summed over ranks."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup):
         n, p = whole.in_features, group.size()
@@ -75,7 +78,8 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = reduce_from(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias  # after the sum: a bias on every rank would come p times
+        # after the sum: a bias added on every rank would come p times
+        return y if self.bias is None else y + self.bias
 
 
 class ParallelAttention(Attention):
@@ -91,8 +95,8 @@ class ParallelAttention(Attention):
         self.v_proj = ColumnParallelLinear(plain.v_proj, keys, keys.stop - keys.start)
         self.o_proj = RowParallelLinear(plain.o_proj, group)
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
-        for norm in (self.q_norm, self.k_norm):  # the same weight for all heads: each rank has its own heads' part
-            if norm is not None:
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:  # one weight for all heads; a rank has its own heads' gradient
                 grads.mark_partial(norm.weight, group)
         if spec.kv_heads < p:
             sharers = mesh.blocks(group, p // spec.kv_heads)

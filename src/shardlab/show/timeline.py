@@ -20,7 +20,7 @@ def timeline(entries: Sequence[dict], title: str = "") -> Picture:
         raise ValueError("an empty ledger has no timeline: record some collectives first")
     ranks = sorted({e["rank"] for e in entries})
     zero = min(e["start"] for e in entries)
-    figure = Picture(figsize=(8, 0.8 + 0.45 * len(ranks)), layout="constrained")
+    figure = Picture(figsize=(6.4, 1.2 + 0.42 * len(ranks)), layout="constrained")
     axes = figure.subplots()
     for e in entries:
         back = e["phase"] == "backward"
@@ -31,11 +31,11 @@ def timeline(entries: Sequence[dict], title: str = "") -> Picture:
     axes.invert_yaxis()
     axes.set_facecolor(PALE)
     axes.set_xlabel("ms", color=INK)
-    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
-    used = {(e["axis"], e["phase"]) for e in entries}
-    axes.legend(handles=[_patch(axis, phase) for axis, phase in sorted(used, key=lambda u: (u[0], u[1] != "forward"))],
-                loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    used = sorted({(e["axis"], e["phase"]) for e in entries}, key=lambda pair: (pair[0], pair[1] != "forward"))
+    figure.legend(handles=[_patch(axis, phase) for axis, phase in used], loc="outside lower left", ncols=4,
+                  frameon=False, fontsize=11)
     return figure
 
 
