@@ -89,10 +89,10 @@ def test_measured_figures_carry_hardware_and_versions():
 
 def test_a_verdict_explains_a_wrong_prediction_and_agrees_with_a_right_one():
     because = "two a layer"
-    assert show.verdict("sums", 80, 160, because) == "sums: 160. You predicted 80: two a layer"
+    assert show.verdict("sums", 80, 160, because) == "sums: 160; you predicted 80\n    two a layer"
     assert show.verdict("sums", 160, 160, because) == "sums: 160, as you predicted"
-    assert show.verdict("bytes", None, 16384, because) == "bytes: 16,384 (two a layer)"
+    assert show.verdict("bytes", None, 16384, because) == "bytes: 16,384\n    two a layer"
     assert "as you predicted" in show.verdict("MB", 179.0, 179.4, because, within=0.01)
-    assert "You predicted 170.0" in show.verdict("MB", 170.0, 179.4, because, within=0.01)
-    assert "You predicted True" in show.verdict("the loss differs", True, False, because)
-    assert "You predicted all_gather" in show.verdict("verb", "all_gather", "all_reduce", because)
+    assert "you predicted 170.0" in show.verdict("MB", 170.0, 179.4, because, within=0.01)
+    assert "you predicted True" in show.verdict("the loss differs", True, False, because)
+    assert "you predicted all_gather" in show.verdict("verb", "all_gather", "all_reduce", because)
