@@ -15,7 +15,7 @@ book: html ## Build the book and serve it on localhost
 	@$(RUN) tools/serve.py _build/html
 
 html: $(READY) ## Build the book from the labs' committed outputs
-	@$(RUN) -m jupyter_book build . --quiet
+	@$(RUN) -c 'from jupyter_book.cli.main import main; main()' build . --quiet
 
 lab: weights ## Open the labs in JupyterLab
 	@$(RUN) -m jupyter lab labs

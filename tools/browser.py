@@ -90,6 +90,7 @@ class Browser:
 
     def __init__(self, program: str):
         self.program = program
+        self.page: Page | None = None
 
     def __enter__(self) -> "Browser":
         self.profile = tempfile.TemporaryDirectory(prefix="shardlab-chromium-", ignore_cleanup_errors=True)
@@ -109,15 +110,20 @@ class Browser:
         return Page(create_connection(f"ws://127.0.0.1:{self.port}{path}", timeout=30, suppress_origin=True))
 
     def __exit__(self, *_: object) -> None:
+        if self.page:
+            self.page.socket.close()
         self.control.call("Browser.close")
         self.process.wait(timeout=30)
         self.control.socket.close()
         self.profile.cleanup()
 
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Load `url` in a new window and wait until it is quiet."""
+        """Load `url` in a new window and wait until it is quiet. The page that was open before is closed."""
+        if self.page:
+            self.page.call("Page.close")
+            self.page.socket.close()
         target = self.control.call("Target.createTarget", url="about:blank")["targetId"]
-        page = self.connect(f"/devtools/page/{target}")
+        self.page = page = self.connect(f"/devtools/page/{target}")
         for domain in ("Page", "Network", "Runtime"):
             page.call(f"{domain}.enable")
         page.screen(width, height)

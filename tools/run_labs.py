@@ -28,6 +28,8 @@ def run(path: Path) -> None:
     start = time.perf_counter()
     runner.execute()
     print(f"\r{path.name}  {time.perf_counter() - start:.0f} s{' ' * 20}")
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times of day, of some earlier tool
     nbformat.write(notebook, path)
 
 

@@ -40,8 +40,8 @@ def main() -> None:
     if not (folder / "index.html").exists():
         raise SystemExit(f"{folder} holds no built site: run `make html`")
     with server(folder) as site:
-        print(f"The book is at http://localhost:{site.server_address[1]}/   (Ctrl-C ends)", flush=True)
         try:
+            print(f"The book is at http://localhost:{site.server_address[1]}/   (Ctrl-C ends)", flush=True)
             site.serve_forever()
         except KeyboardInterrupt:
             print()

@@ -21,7 +21,7 @@ def drop_thebe(app: Sphinx, page: str, template: str, context: dict[str, Any], d
 
 def no_torch(app: Sphinx, error: Exception | None) -> None:
     """Fail a build that has imported torch: it has to start in seconds, and run where torch isn't installed."""
-    if "torch" in sys.modules and error is None:
+    if sys.modules.get("torch") and error is None:
         raise ExtensionError("building the book imported torch: a page may use shardlab.specs and shardlab.cost only")
 
 

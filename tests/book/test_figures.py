@@ -1,0 +1,25 @@
+"""Figures are what their scripts draw today."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIGURES = Path(__file__).parents[2] / "book" / "figures"
+
+
+@pytest.mark.parametrize("script", sorted(FIGURES.glob("*.py")), ids=lambda path: path.name)
+def test_figures_are_up_to_date(script, tmp_path):
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn
+    for picture in drawn:
+        assert picture.read_bytes() == (FIGURES / picture.name).read_bytes(), f"run python book/figures/{script.name}"
+
+
+def test_every_figure_has_a_script():
+    scripts = "".join(path.read_text() for path in FIGURES.glob("*.py"))
+    for picture in FIGURES.glob("*.svg"):
+        assert re.search(rf"\b{picture.stem}\b", scripts), f"no script draws {picture.name}"
