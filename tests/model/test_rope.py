@@ -16,7 +16,7 @@ SCALINGS = {
     "yarn, its own ramp": RopeScaling("yarn", 16.0, 2048, beta_fast=20.0, beta_slow=2.0, truncate=False),
     "yarn, DeepSeek's magnitude": RopeScaling("yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=0.7),
     "yarn, a magnitude given": RopeScaling("yarn", 4.0, 4096, attention_factor=1.25),
-    "yarn that stretches nothing": RopeScaling("yarn", 1.0, 4096),
+    "yarn that shortens": RopeScaling("yarn", 0.5, 4096),
 }
 
 

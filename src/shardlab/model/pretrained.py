@@ -134,7 +134,10 @@ def main() -> None:
     """`python -m shardlab.model.pretrained`: fetch the weights if they are not there, and print where they are."""
     parser = argparse.ArgumentParser(prog="python -m shardlab.model.pretrained", description=smollm2.__doc__)
     parser.parse_args()
-    print(smollm2())
+    try:
+        print(smollm2())
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

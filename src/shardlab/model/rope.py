@@ -81,7 +81,7 @@ def _magnitude(scaling: RopeScaling | None) -> float:
         return scaling.attention_factor
 
     def factor(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+        return 0.1 * weight * math.log(max(scaling.factor, 1.0)) + 1.0
 
     if scaling.mscale and scaling.mscale_all_dim:  # DeepSeek's form: part of the factor is in its softmax already
         return factor(scaling.mscale) / factor(scaling.mscale_all_dim)
