@@ -32,6 +32,13 @@ def test_chapters_and_labs_pair_up():
     assert {path.stem for path in CHAPTERS} == {path.stem for path in LABS}
 
 
+def test_what_is_here_is_in_the_contents_and_linked_from_the_introduction():
+    contents, introduction = (ROOT / "_toc.yml").read_text(), (ROOT / "book" / "index.md").read_text(encoding="utf-8")
+    for path in [*CHAPTERS, *LABS]:
+        assert f"file: {path.parent.name}/{path.stem}" in contents
+        assert path.name in introduction
+
+
 EXERCISE = """
 ```{{exercise}} Heads
 :label: ex-{0}
