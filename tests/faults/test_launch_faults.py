@@ -173,11 +173,11 @@ def test_a_hang_ends_at_its_limit_with_a_table_of_what_each_rank_did():
         meet(group)
 
     error, seconds = failing(step, timeout=1)
-    assert type(error) is RankTimeout and error.rank == 0 and 1 <= seconds < 4
+    assert type(error) is RankTimeout and error.rank == 0 and 1 <= seconds < 6
     assert lines(error)[0] == "2 of 3 ranks did not return within 1 s"
     zero, one, two = [line.split(" │ ") for line in lines(error)[2:]]
     assert zero[0] == "rank 0" and "meet, line" in zero[1]
-    assert re.match(r"in all_reduce\(sum\) float32 \(4, 8\) on axis world, ranks \[0, 1, 2\], for [01]\.\d s", zero[2])
+    assert re.match(r"in all_reduce\(sum\) float32 \(4, 8\) on axis world, ranks \[0, 1, 2\], for \d\.\d s", zero[2])
     assert one[1].strip() == "has returned" and one[2] == "no collective entered yet"
     assert "time.sleep(30)" in two[1] and two[2].startswith("in its own code for")
     assert error.traceback.startswith("Traceback") and "meet" in error.traceback
@@ -198,7 +198,7 @@ def test_a_rank_stuck_in_c_code_that_holds_the_interpreter_is_ended_too():
         re.match(r"(a+)+$", "a" * 40 + "b")  # for hours, without letting another thread run
 
     error, seconds = failing(step, 2, timeout=1)
-    assert type(error) is RankTimeout and seconds < 4 and "re.match" in lines(error)[2]
+    assert type(error) is RankTimeout and seconds < 6 and "re.match" in lines(error)[2]
 
 
 # results and functions that cannot travel
@@ -318,7 +318,7 @@ def test_an_interface_that_is_asked_for_is_kept_and_a_wrong_one_says_so(monkeypa
 
 CELLS = ["""
 import os, time, torch, torch.distributed as dist
-from shardlab.launch import launch, ranks
+from shardlab.launch import launch, ranks, run
 scale = 3
 """, """
 class Sum:
@@ -338,11 +338,12 @@ def step(group):
 r = ranks(2)
 r.run(step)
 """, """
-print(os.getpid())
+print(run._server._process.pid)
 def nap(group):
     time.sleep(60)
 r.run(nap)
 """, """
+print(run._server._process.pid)
 print(r.run(lambda group: group.rank()))
 r.close()
 """]
@@ -352,7 +353,7 @@ r.close()
 def test_a_notebook_launches_fails_is_interrupted_and_goes_on():
     signal.alarm(60)  # a kernel starts first
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    client = NotebookClient(notebook, timeout=40, allow_errors=True, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=40, allow_errors=True, kernel_name="python3", coalesce_streams=True)
     with client.setup_kernel():
         client.execute_cell(notebook.cells[0], 0)
         client.execute_cell(notebook.cells[1], 1)
@@ -371,4 +372,5 @@ def test_a_notebook_launches_fails_is_interrupted_and_goes_on():
     assert shown[0] == "RankError: rank 1 of 2 raised ValueError: wrong shard"
     assert shown[4] == '    raise ValueError("wrong shard")' and shown[-1].startswith("rank 0 │ step, line 4: dist.bar")
     assert interrupted[-1].ename == "KeyboardInterrupt"
-    assert [output.text for output in after] == ["[0, 1]\n"]
+    assert after[0].text == interrupted[0].text + "[0, 1]\n"  # the server has not felt the interrupt
+    assert len(after) == 1

@@ -77,7 +77,6 @@ class Crew:
         except BaseException:
             self.end()
             raise
-        self._output.skip()
 
     def run(self, payload: bytes, timeout: float) -> list[bytes]:
         """Send the pickled call to all ranks; their pickled results in rank order. Raises RankError when one fails."""

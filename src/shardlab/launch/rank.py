@@ -106,24 +106,28 @@ def _warden(requests: socket.socket, ends: list[Connection]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control, *pipes = ends
     setup: Setup = control.recv()
-    alive = {}
-    for rank, pipe in enumerate(pipes):
-        pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup)
-        with suppress(OSError):
-            os.setpgid(pid, pid)  # the rank does the same; who comes first does not matter
-        alive[pid] = rank
-    for pipe in pipes:
-        pipe.close()
+    alive: dict[int, int] = {}
     told = threading.Thread(target=_end_when_told, args=(control, alive))
-    told.start()
-    while alive:
-        pid, status = os.waitpid(-1, 0)
-        rank = alive.pop(pid)
-        kill(pid)  # what the rank itself has started: data loaders, say
-        with suppress(OSError):  # nobody may be left to be told
-            control.send((rank, time.monotonic(), os.waitstatus_to_exitcode(status)))
-    told.join()  # the folder holds what the ranks have left behind to be read
-    shutil.rmtree(setup.folder, ignore_errors=True)
+    try:
+        for rank, pipe in enumerate(pipes):
+            pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup)
+            with suppress(OSError):
+                os.setpgid(pid, pid)  # the rank does the same; who comes first does not matter
+            alive[pid] = rank
+        for pipe in pipes:
+            pipe.close()
+        told.start()
+        while alive:
+            pid, status = os.waitpid(-1, 0)
+            rank = alive.pop(pid)
+            kill(pid)  # what the rank itself has started: data loaders, say
+            with suppress(OSError):  # nobody may be left to be told
+                control.send((rank, time.monotonic(), os.waitstatus_to_exitcode(status)))
+        told.join()  # the folder holds what the ranks have left behind to be read
+    finally:
+        for pid in alive:  # none, unless a fork has failed
+            kill(pid)
+        shutil.rmtree(setup.folder, ignore_errors=True)
 
 
 def _end_when_told(control: Connection, alive: dict[int, int]) -> None:

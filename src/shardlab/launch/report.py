@@ -52,11 +52,6 @@ class Output:
         self._files = [setup.file(rank, "out").open("w+b") for rank in range(setup.size)]
         self._rests = [b""] * setup.size
 
-    def skip(self) -> None:
-        """Forget what is there so far."""
-        for file in self._files:
-            file.seek(0, os.SEEK_END)
-
     def show(self, done: Container[int]) -> None:
         """Print what is new, in rank order: up to the first rank that is not done, of that one whole lines."""
         for rank in range(len(self._files)):
@@ -72,8 +67,7 @@ class Output:
         self._rests[rank] = rest
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # a progress bar's last state
-            if not text.startswith("[Gloo] Rank "):  # gloo's own note on every new group
-                sys.stdout.write(f"[rank {rank}] {text}\n")
+            sys.stdout.write(f"[rank {rank}] {text}\n")
 
     def close(self) -> None:
         """Print all that is left."""

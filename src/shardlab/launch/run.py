@@ -49,6 +49,8 @@ class Ranks:
 
     def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1):
         _check(size, backend, timeout, threads)
+        if not dist.is_torchelastic_launched():
+            _check_host(size, backend)
         self.size, self.backend, self.timeout, self.threads = size, backend, timeout, threads
         self._crew: Crew | None = None
         self._closed = False
@@ -117,12 +119,16 @@ def _check(size: int, backend: str, timeout: float, threads: int) -> None:
             raise TypeError(f"{name} must be a whole number, not {value!r}: launch(fn, 4), ranks(4)")
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, not {value}")
-    if size > MOST_RANKS:
-        raise ValueError(f"{size} ranks are more than the {MOST_RANKS} that one machine is asked to start")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
+
+
+def _check_host(size: int, backend: str) -> None:
+    """Whether this process can start `size` ranks beside itself."""
+    if size > MOST_RANKS:
+        raise ValueError(f"{size} ranks are more than the {MOST_RANKS} that one machine is asked to start")
     if backend == "nccl" and torch.cuda.device_count() < size:
         raise ValueError(f"nccl wants one GPU a rank: {size} ranks, {torch.cuda.device_count()} GPUs; "
                          "use backend='gloo', or fewer ranks")
