@@ -21,7 +21,7 @@ def column_then_row(spec: ModelSpec, layout: Layout) -> Picture:
     """
     layout.check(spec)
     p, ffn = layout.tp, HIDDEN * min(1.8, spec.ffn / spec.hidden)
-    figure = Picture(figsize=(6.4, 4.9), layout="constrained")
+    figure = Picture(figsize=(6.4, 5.4), layout="constrained")
     axes = figure.subplots()
     top = 5.0
     x = _matrix(axes, 0, top, HIDDEN, TOKENS, "X", f"tokens × {spec.hidden}")
@@ -29,20 +29,20 @@ def column_then_row(spec: ModelSpec, layout: Layout) -> Picture:
     x = _matrix(axes, x, top, ffn, HIDDEN, "gate, up", f"{spec.hidden} × {spec.ffn}", p, by="columns")
     x = _sign(axes, x, top, "=")
     _matrix(axes, x, top, ffn, TOKENS, "Y", f"tokens × {spec.ffn}", p, by="columns")
-    low = top - HIDDEN - 1.5
+    low = top - HIDDEN - 1.7
     x = _matrix(axes, 0, low, ffn, TOKENS, "Y", f"tokens × {spec.ffn}", p, by="columns")
     x = _sign(axes, x, low, "×")
     x = _matrix(axes, x, low, HIDDEN, ffn, "down", f"{spec.ffn} × {spec.hidden}", p, by="rows")
     x = _sign(axes, x, low, "=")
     parts = ladder(AXES["tp"].colour, p)
-    step = 0.34
+    step = 0.4
     for r in reversed(range(p)):
         axes.add_patch(Rectangle((x + step * r, low - TOKENS - step * r), HIDDEN, TOKENS, facecolor=parts[r],
                                  edgecolor="white", linewidth=1.5))
-        axes.text(x + step * r + HIDDEN - 0.2, low - TOKENS - step * r + 0.15, f"T{r}", ha="center", va="center",
-                  fontsize=10, color=_ink(r, p), weight="bold")
-    axes.text(x, low + 0.12, f"{p} parts of a sum", fontsize=11, color=INK, va="bottom")
-    axes.text(x, low - TOKENS - step * (p - 1) - 0.25, f"tokens × {spec.hidden}\neach: one all-reduce", fontsize=10,
+        axes.text(x + step * r + HIDDEN - 0.25, low - TOKENS - step * r + 0.18, f"T{r}", ha="center", va="center",
+                  fontsize=13, color=_ink(r, p), weight="bold")
+    axes.text(x, low + 0.12, f"{p} parts of a sum", fontsize=15, color=INK, va="bottom")
+    axes.text(x, low - TOKENS - step * (p - 1) - 0.15, f"tokens × {spec.hidden}\neach: one all-reduce", fontsize=13,
               color=INK, va="top")
     return _finish(axes)
 
@@ -61,7 +61,7 @@ def heads(spec: ModelSpec, layout: Layout) -> Picture:
     axes = figure.subplots()
     for r in range(p):
         left = r * (columns + 0.8)
-        axes.text(left + (columns - 0.1) / 2, 0.3, f"T{r}", ha="center", va="bottom", fontsize=11, color=INK,
+        axes.text(left + (columns - 0.1) / 2, 0.3, f"T{r}", ha="center", va="bottom", fontsize=15, color=INK,
                   weight="bold")
         for i in range(queries):
             corner = (left + i % columns, -1 - i // columns)
@@ -71,8 +71,8 @@ def heads(spec: ModelSpec, layout: Layout) -> Picture:
         for i in range(keys):
             axes.add_patch(Rectangle((left + i, -lines - 1.5), 0.9, 0.9, facecolor="white" if copy else INK,
                                      edgecolor=INK, hatch="////" if copy else None))
-    axes.text(-0.4, -lines / 2, "query", ha="right", va="center", fontsize=11, color=INK)
-    axes.text(-0.4, -lines - 1.05, "KV", ha="right", va="center", fontsize=11, color=INK)
+    axes.text(-0.4, -lines / 2, "query", ha="right", va="center", fontsize=15, color=INK)
+    axes.text(-0.4, -lines - 1.05, "KV", ha="right", va="center", fontsize=15, color=INK)
     return _finish(axes)
 
 
@@ -85,15 +85,15 @@ def _matrix(axes: Axes, x: float, top: float, width: float, height: float, name:
         corner = (x + r * w, top - h) if by == "columns" else (x, top - (r + 1) * h)
         axes.add_patch(Rectangle(corner, w, h, facecolor=tint, edgecolor="white" if by else INK, linewidth=1.5))
         if by:
-            axes.text(corner[0] + w / 2, corner[1] + h / 2, f"T{r}", ha="center", va="center", fontsize=11,
+            axes.text(corner[0] + w / 2, corner[1] + h / 2, f"T{r}", ha="center", va="center", fontsize=15,
                       color=_ink(r, p), weight="bold")
-    axes.text(x, top + 0.12, name, fontsize=11, color=INK, va="bottom")
-    axes.text(x, top - height - 0.12, shape, fontsize=10, color=INK, va="top")
+    axes.text(x, top + 0.12, name, fontsize=15, color=INK, va="bottom")
+    axes.text(x, top - height - 0.12, shape, fontsize=13, color=INK, va="top")
     return x + width
 
 
 def _sign(axes: Axes, x: float, top: float, sign: str) -> float:
-    axes.text(x + 0.35, top - TOKENS / 2, sign, fontsize=16, color=INK, ha="center", va="center")
+    axes.text(x + 0.35, top - TOKENS / 2, sign, fontsize=22, color=INK, ha="center", va="center")
     return x + 0.7
 
 

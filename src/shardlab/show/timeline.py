@@ -31,11 +31,11 @@ def timeline(entries: Sequence[dict], title: str = "") -> Picture:
     axes.invert_yaxis()
     axes.set_facecolor(PALE)
     axes.set_xlabel("ms", color=INK)
-    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_title(title, loc="left", color=INK, fontsize=13)
     axes.spines[:].set_visible(False)
     used = sorted({(e["axis"], e["phase"]) for e in entries}, key=lambda pair: (pair[0], pair[1] != "forward"))
     figure.legend(handles=[_patch(axis, phase) for axis, phase in used], loc="outside lower left", ncols=4,
-                  frameon=False, fontsize=11)
+                  frameon=False, fontsize=13)
     return figure
 
 
