@@ -216,6 +216,8 @@ def test_a_folder_is_saved_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(FileExistsError, match="exists already"):  # said before anything is written
+        checkpoint.save(model, tmp_path / "a" / "b")
     with pytest.raises(OSError, match="no space"):
         checkpoint.save(model, tmp_path / "a" / "c")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
