@@ -43,6 +43,7 @@ def torch_rank(rank: int, size: int, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     where(dist.group.WORLD)
+    dist.barrier()  # or the first to leave cuts off one that is still connecting
     dist.destroy_process_group()
 
 
