@@ -20,7 +20,7 @@ def build(**axes: int) -> DeviceMesh:
         product = " × ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(f"{product} makes {math.prod(axes.values())} ranks, and there are {world}")
     backend = dist.get_backend()
-    device = "cuda" if backend == "nccl" else "cpu"
+    device = "cuda" if "nccl" in backend else "cpu"
     # naming the backend keeps torch from lending the world's own group to an axis that spans it: each axis has its name
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes),
                             backend_override=dict.fromkeys(axes, backend))
