@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardlab import comm
+from shardlab.model.head import cross_entropy
 from shardlab.model.transformer import Transformer
 from shardlab.parallel import grads, tensor
 from shardlab.parallel.shard import take
@@ -104,6 +105,21 @@ FROZEN = [("embed_tokens.weight",), ("layers.0.self_attn.o_proj.weight", "layers
 def test_frozen_weights_stay_frozen_and_the_rest_is_trained(pool, frozen):
     for worst in pool(2).run(compare, dict(tied=len(frozen) == 1, kv_heads=1), frozen):
         assert max(worst.values()) < 1e-9, worst
+
+
+def through_logits(group):
+    """Gradients of a loss that the reader computes from the whole logits, which every rank has."""
+    plain, cut = twins(dict(tied=True), group)
+    tokens, labels = batch(101)
+    for model in (plain, cut):
+        (cross_entropy(model(tokens), labels) * 3).backward()
+    grads.finish(cut)
+    return distances(plain, cut, lambda p: p.grad)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_gradients_flow_back_through_gathered_logits(pool, p):
+    assert max(pool(p).run(through_logits)) < 1e-10
 
 
 def head_gradients(group):
