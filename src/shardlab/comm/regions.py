@@ -29,36 +29,58 @@ from . import ops
 
 def copy_to(x: torch.Tensor, group) -> torch.Tensor:
     """Enter a parallel region: `x` unchanged, its gradient summed over the group."""
-    return _Copy.apply(x, group) if group.size() > 1 else x
+    return _region(x, group, 0, _same, _sum)
 
 
 def reduce_from(x: torch.Tensor, group) -> torch.Tensor:
     """Leave a parallel region: the sum of all ranks' `x`, its gradient unchanged."""
-    return _Reduce.apply(x, group) if group.size() > 1 else x
+    return _region(x, group, 0, _sum, _same)
 
 
 def scatter_to(x: torch.Tensor, group, dim: int = -1) -> torch.Tensor:
     """This rank's equal slice of `x` along `dim`. Raises ValueError where the group does not divide the dim."""
-    return _Scatter.apply(x, group, dim) if group.size() > 1 else x
+    return _region(x, group, dim, _slice, _join)
 
 
 def gather_from(x: torch.Tensor, group, dim: int = -1) -> torch.Tensor:
     """All ranks' `x` joined along `dim`; every rank must use the result in the same way."""
-    return _Gather.apply(x, group, dim) if group.size() > 1 else x
+    return _region(x, group, dim, _join, _slice)
 
 
 def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     """All ranks' `x` joined along `dim`; ranks may use the result differently."""
-    return _AllGather.apply(x, group, dim) if group.size() > 1 else x
+    return _region(x, group, dim, _join, _sum_slice)
 
 
 def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
-    """This rank's equal slice along `dim` of the sum of all ranks' `x`."""
-    return _ReduceScatter.apply(x, group, dim) if group.size() > 1 else x
+    """This rank's equal slice along `dim` of the sum of all ranks' `x`. Raises ValueError as `scatter_to` does."""
+    return _region(x, group, dim, _sum_slice, _join)
 
 
-def _sum(x, group):
-    # a copy, since x is the caller's and must not change under it
+def _region(x, group, dim, there, back):
+    return _Region.apply(x, group, dim, there, back) if group.size() > 1 else x
+
+
+class _Region(torch.autograd.Function):
+    """`there` on the way forward, `back` on the way back: each takes a tensor, the group and the dim."""
+
+    @staticmethod
+    def forward(ctx, x, group, dim, there, back):
+        ctx.way_back = lambda grad: back(grad, group, dim)
+        return there(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.way_back(grad), None, None, None, None
+
+
+def _same(x, group, dim):
+    return x.view_as(x)
+
+
+def _sum(x, group, dim):
+    # of a copy, since x is the caller's and must not change under it
     return ops.all_reduce(x.clone(memory_format=torch.contiguous_format), group=group)
 
 
@@ -68,10 +90,6 @@ def _join(x, group, dim):
     return ops.all_gather(x.transpose(0, dim), group).transpose(0, dim).contiguous()
 
 
-def _sum_slice(x, group, dim):
-    return ops.reduce_scatter(x.transpose(0, dim), group=group).transpose(0, dim).contiguous()
-
-
 def _slice(x, group, dim):
     size, p = x.shape[dim], group.size()
     if size % p:
@@ -79,71 +97,7 @@ def _slice(x, group, dim):
     return x.narrow(dim, group.rank() * (size // p), size // p).contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _sum(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return _slice(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _join(grad, ctx.group, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return _join(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _slice(grad, ctx.group, ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return _join(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _sum_slice(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return _sum_slice(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _join(grad, ctx.group, ctx.dim), None, None
+def _sum_slice(x, group, dim):
+    if dim % x.dim() == 0:
+        return ops.reduce_scatter(x, group=group)
+    return ops.reduce_scatter(x.transpose(0, dim), group=group).transpose(0, dim).contiguous()
