@@ -22,7 +22,8 @@ class Runner(NotebookClient):
 def run(path: Path) -> None:
     """Execute one notebook and write it back."""
     notebook = nbformat.read(path, as_version=4)
-    runner = Runner(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}, record_timing=False)
+    runner = Runner(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}, record_timing=False,
+                    coalesce_streams=True)
     runner.name = path.name
     runner.on_cell_start = runner.note
     start = time.perf_counter()
