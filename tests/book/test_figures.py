@@ -10,13 +10,18 @@ import pytest
 FIGURES = Path(__file__).parents[2] / "book" / "figures"
 
 
+def rounded(picture):
+    """The picture with its numbers to a tenth of a point: machines differ in the last digits."""
+    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}", picture.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("script", sorted(FIGURES.glob("*.py")), ids=lambda path: path.name)
 def test_figures_are_up_to_date(script, tmp_path):
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
     drawn = sorted(tmp_path.iterdir())
     assert drawn
     for picture in drawn:
-        assert picture.read_bytes() == (FIGURES / picture.name).read_bytes(), f"run python book/figures/{script.name}"
+        assert rounded(picture) == rounded(FIGURES / picture.name), f"run python book/figures/{script.name}"
 
 
 def test_every_figure_has_a_script():
