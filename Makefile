@@ -18,7 +18,7 @@ html: $(READY) ## Build the book from the labs' committed outputs
 	@$(RUN) -c 'from jupyter_book.cli.main import main; main()' build . --quiet
 
 lab: weights ## Open the labs in JupyterLab
-	@$(RUN) -m jupyter lab labs
+	@$(RUN) -m jupyter lab labs $(if $(filter 0,$(shell id -u)),--allow-root)
 
 labs: weights ## Run all labs again, in place
 	@$(RUN) tools/run_labs.py $(LABS)
