@@ -1,9 +1,12 @@
 """Fixtures of the whole suite."""
 
 import pytest
+import torch
 from checkpoints import tiny  # noqa: F401  a fixture of every test
 
 from shardlab.launch import ranks
+
+torch.set_num_threads(1)  # models here are small, and threads on a busy machine wait for each other more than they help
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,8 @@
 import sys
 from pathlib import Path
 
-import matplotlib
-
 from shardlab import show
 from shardlab.specs import Layout, find_model
-
-matplotlib.rcParams["svg.hashsalt"] = "shardlab"  # the same drawing is the same file
 
 
 def draw(folder: Path) -> None:
@@ -19,7 +15,7 @@ def draw(folder: Path) -> None:
     llama = find_model("llama-3.1-70b")
     pictures = {"column_then_row": show.column_then_row(llama, Layout(tp=2)), "heads": show.heads(llama, Layout(tp=8))}
     for name, picture in pictures.items():
-        picture.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+        picture.write_svg(folder / f"{name}.svg")
 
 
 if __name__ == "__main__":

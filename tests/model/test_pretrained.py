@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardlab.model import Transformer, Window, checkpoint, from_folder, from_gguf, pretrained
-from shardlab.specs import ModelSpec
+from shardlab.model import from_folder, from_gguf, pretrained
 
 SIZES = dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -225,26 +224,6 @@ def real():
         pytest.skip(str(error))
 
 
-def test_smollm2_is_what_transformers_makes_of_the_same_weights_and_knows_france(real):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a token costs 272 small products: two threads wait for each other more than they help
-    try:
-        ours, theirs, words = from_folder(real), checkpoints.oracle(real), pretrained.tokenizer(real)
-        assert (ours.spec.layers, ours.spec.heads, ours.spec.kv_heads, ours.spec.tied) == (30, 9, 3, True)
-        assert ours.spec.total == 134_515_008
-        prompt = torch.tensor([words.encode(pretrained.chat("What is the capital of France?")).ids])
-        with torch.no_grad():
-            a, b = ours(prompt), theirs(prompt).logits
-        assert (a - b).abs().max() < 1e-4 * b.abs().max()
-        expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-        answer = ours.generate(prompt, 40)
-        assert torch.equal(answer, expected)
-        said = words.decode(answer[0, prompt.shape[1] :].tolist(), skip_special_tokens=False)
-        assert said.startswith("The capital of France is Paris.<|im_end|>")
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_smollm2s_chat_is_its_own_template(real):
     from transformers import AutoTokenizer
 
@@ -253,19 +232,3 @@ def test_smollm2s_chat_is_its_own_template(real):
     text = theirs.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     assert pretrained.chat("Why is the sky blue?") == text
     assert theirs(text).input_ids == pretrained.tokenizer(real).encode(text).ids
-
-
-def test_a_third_of_smollm2_is_read_by_a_rank_of_three(real):
-    """Rank 1 of 3 of one layer: 3 query heads, 1 KV head, a third of the FFN; the bytes read are the bytes held."""
-    with torch.device("meta"):
-        model = Transformer(ModelSpec.from_config(real))
-    for name, parameter in list(model.named_parameters()):
-        if parameter.dim() == 2:
-            dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
-            n = parameter.shape[dim]
-            shape = [n // 3 if d == dim else size for d, size in enumerate(parameter.shape)]
-            parameter.data = torch.empty(shape, device="meta")
-            parameter.window = Window(dim, n // 3, 2 * n // 3, n)
-    read = checkpoint.load(model, real)
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    assert read == held and held < 4 * model.spec.total / 3 + 1e6

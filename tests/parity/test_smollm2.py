@@ -55,9 +55,10 @@ def test_the_real_model_on_ranks(folder, prompt, expected, p):
         assert held == bill.weights == read
 
 
-def test_it_answers(folder, prompt, expected):
-    answer = pretrained.tokenizer(folder).decode(expected[1][0, prompt.shape[1] :].tolist())
-    assert "Paris" in answer
+def test_it_answers_and_ends_its_turn(folder, prompt, expected):
+    words = expected[1][0, prompt.shape[1] :].tolist()
+    said = pretrained.tokenizer(folder).decode(words, skip_special_tokens=False)
+    assert said.startswith("The capital of France is Paris.<|im_end|>")
 
 
 def test_two_ranks_cannot_share_nine_heads(folder):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import TextIO
 
+import matplotlib
 from matplotlib.figure import Figure
 
 
@@ -12,5 +15,10 @@ class Picture(Figure):
 
     def _repr_svg_(self) -> str:
         file = io.StringIO()
-        self.savefig(file, format="svg", metadata={"Date": None})
+        self.write_svg(file)
         return file.getvalue()
+
+    def write_svg(self, file: TextIO | Path) -> None:
+        """Write the drawing as SVG; the same drawing is the same text, without dates and random names."""
+        with matplotlib.rc_context({"svg.hashsalt": "shardlab"}):
+            self.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
