@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab import comm
 from shardlab.launch import RankError, RankExited, RankTimeout, launch, ranks, run
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks into /proc, which only Linux has")
@@ -79,6 +80,21 @@ def test_results_come_in_rank_order_with_arguments_given_to_all():
     assert [answer.rank for answer in answers] == [0, 1, 2]
     for answer in answers:
         assert type(answer) is Answer and answer.total.tolist() == [180.0, 360.0]
+
+
+def test_a_function_that_says_torch_and_ops_travels(pool):
+    """`torch.ops` and `torch.classes` stand in sys.modules and are no modules that cloudpickle knows."""
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ops, self.classes = 3, torch.nn.Linear(2, 2)
+
+    def total(group):
+        layer = Layer()
+        added = torch.ops.aten.add(comm.ops.all_reduce(torch.ones(2), group=group), layer.ops)
+        return added.tolist(), type(layer.classes).__name__
+
+    assert pool(2).run(total) == [([5.0, 5.0], "Linear")] * 2
 
 
 def test_closures_partials_methods_and_classes_travel_by_value(pool):

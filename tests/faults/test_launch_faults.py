@@ -175,7 +175,8 @@ def test_a_hang_ends_at_its_limit_with_a_table_of_what_each_rank_did():
     error, seconds = failing(step, timeout=1)
     assert type(error) is RankTimeout and error.rank == 0 and 1 <= seconds < 6
     assert lines(error)[0] == "2 of 3 ranks did not return within 1 s"
-    zero, one, two = [line.split(" │ ") for line in lines(error)[2:]]
+    zero, one, two = [line.split(" │ ") for line in lines(error)[2:5]]
+    assert "comm.use(debug=True)" in lines(error)[-1]
     assert zero[0] == "rank 0" and "meet, line" in zero[1]
     assert re.match(r"in all_reduce\(sum\) float32 \(4, 8\) on axis world, ranks \[0, 1, 2\], for \d\.\d s", zero[2])
     assert one[1].strip() == "has returned" and one[2] == "no collective entered yet"

@@ -20,3 +20,7 @@ def test_a_bundled_model_is_its_published_config(name):
 def test_an_unknown_name_is_met_with_the_nearest():
     with pytest.raises(ValueError, match=r"llama-3\.1-70b"):
         find_model("llama-70b")
+
+
+def test_a_name_is_found_in_any_case():
+    assert find_model("Llama-3.1-70B") == find_model("llama-3.1-70b")

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.specs import Layout, ModelSpec
+from shardlab.cost import memory, traffic
+from shardlab.specs import Layout, ModelSpec, dtype_of, find_model
 
 
 def spec(heads, kv_heads):
@@ -52,3 +53,17 @@ def test_what_passes_leaves_whole_heads_on_every_rank(kv_heads, queries, tp):
             dim = 1 if tensor.cut == "row" else 0
             assert tensor.local_shape(tp)[dim] % model.head_dim == 0
             assert tensor.local_shape(tp)[dim] * tp == tensor.shape[dim] * tensor.copies(tp)
+
+
+def test_what_is_no_spec_and_no_layout_is_met_with_what_would_do():
+    with pytest.raises(TypeError, match="find_model"):
+        memory("llama-3.1-70b")
+    with pytest.raises(TypeError, match=r"Layout\(tp=8\)"):
+        memory(find_model("smollm2-135m"), 8)
+    with pytest.raises(TypeError, match=r"Layout\(tp=8\)"):
+        traffic(find_model("smollm2-135m"), 8, 1, 1)
+
+
+def test_a_dtype_may_be_pytorchs_own():
+    import torch
+    assert dtype_of(torch.bfloat16) == dtype_of("bf16") == dtype_of("torch.bfloat16")

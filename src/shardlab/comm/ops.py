@@ -180,7 +180,7 @@ def _agree(text: str, group: dist.ProcessGroup) -> None:
 
 def _group(group) -> dist.ProcessGroup:
     if group is None and not dist.is_initialized():
-        raise ValueError("no process group here: run this function on ranks with shardlab.launch(fn, ranks)")
+        raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
     return group or dist.distributed_c10d._get_default_group()
 
 

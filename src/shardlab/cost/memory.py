@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of
+from ..specs.layout import layout_of
 from ..specs.model import GROUPS
 from ..specs.units import count
 from .bill import Bill, Row
@@ -122,7 +123,7 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     """
     if optimizer not in _OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(_OPTIMIZERS)}")
-    layout = layout or Layout()
+    layout = layout_of(layout)
     layout.check(spec)
     elements, tensors, copied = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0), 0
     for times, tensor in spec.counted():
@@ -139,7 +140,7 @@ def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf
 
     A rank has at least one KV head, so a tp beyond the KV heads saves nothing more. Raises ValueError like `memory`.
     """
-    layout = layout or Layout()
+    layout = layout_of(layout)
     layout.check(spec)
     return 2 * spec.layers * max(1, spec.kv_heads // layout.tp) * spec.head_dim * dtype_of(dtype).bytes
 

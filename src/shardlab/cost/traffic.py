@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of, padded
 from ..specs.check import whole
+from ..specs.layout import layout_of
 from ..specs.units import binary
 from .bill import Bill, Row
 from .comm import ring_hops, ring_wire
@@ -112,6 +113,7 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
+    layout = layout_of(layout)
     layout.check(spec)
     step = _Step(spec, layout.tp, whole("batch", batch) * whole("seq", seq), dtype_of(dtype))
     calls: list[Collective] = []

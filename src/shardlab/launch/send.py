@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import marshal
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -20,10 +21,19 @@ _registry = threading.Lock()  # cloudpickle has one list of modules to send by v
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, but code keeps its file name: a traceback would show no source without it."""
+    """cloudpickle, but code keeps its file name: a traceback would show no source without it.
+
+    And what stands for a module goes by name. A function that says `torch` and, anywhere, `ops`, takes `torch.ops`
+    along, which is no module that cloudpickle knows, but an object of a class of its own.
+    """
 
     dispatch_table: ClassVar = ChainMap({CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))},
                                         cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
 
 
 def pack(fn: Callable, args: tuple, kwargs: dict) -> bytes:

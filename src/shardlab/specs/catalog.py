@@ -18,6 +18,7 @@ def bundled_models() -> dict[str, dict]:
 def find_model(name: str) -> ModelSpec:
     """The spec of a bundled model: `find_model("llama-3.1-70b")`. ValueError on another name, with the nearest ones."""
     known = bundled_models()
+    name = name.lower()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)
         raise ValueError(f"no bundled model {name!r}: did you mean {' or '.join(near)}?")

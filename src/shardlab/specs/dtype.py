@@ -17,9 +17,12 @@ _DTYPES = (Dtype("fp64", "float64", 8), Dtype("fp32", "float32", 4), Dtype("bf16
            Dtype("fp16", "float16", 2))
 
 
-def dtype_of(name: str) -> Dtype:
-    """The format called `name`, by its short or its PyTorch name. ValueError, with the names there are, if unknown."""
+def dtype_of(name: object) -> Dtype:
+    """The format called `name`, by its short or its PyTorch name, or PyTorch's own object of that name.
+
+    Raises ValueError on an unknown one, with the names there are.
+    """
     for known in _DTYPES:
-        if name in (known.name, known.torch, f"torch.{known.torch}"):
+        if str(name) in (known.name, known.torch, f"torch.{known.torch}"):
             return known
     raise ValueError(f"unknown dtype {name!r}: use one of {', '.join(f'{d.name} ({d.torch})' for d in _DTYPES)}")

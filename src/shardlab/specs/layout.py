@@ -34,11 +34,21 @@ class Layout:
         Attention is cut by heads: tp divides the heads, and divides the KV heads or is a multiple of them (then several
         ranks hold the same KV head). The feed-forward block and the vocabulary are padded and ask for nothing.
         """
+        if not hasattr(spec, "kv_heads"):
+            raise TypeError(f"a layout cuts a ModelSpec, not {spec!r}: find_model('llama-3.1-70b') gives a bundled "
+                            "one, ModelSpec.from_config(folder) your own")
         if not _fits(spec, self.tp):
             allowed = [str(tp) for tp in range(1, spec.heads + 1) if _fits(spec, tp)]
             raise ValueError(
                 f"tp = {self.tp} does not cut the {spec.heads} heads and {spec.kv_heads} KV heads of {spec.name} into "
                 f"whole heads; tp can be {', '.join(allowed)}")
+
+
+def layout_of(layout: Layout | None) -> Layout:
+    """`layout`, or that of one rank for None. Raises TypeError on anything else, such as a bare degree."""
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(f"a layout is wanted, not {layout!r}: Layout(tp=8)")
+    return layout or Layout()
 
 
 def _fits(spec: ModelSpec, tp: int) -> bool:
