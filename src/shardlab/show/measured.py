@@ -18,7 +18,8 @@ class Measured:
 
     def __repr__(self) -> str:
         width = max(map(len, self.figures), default=0)
-        lines = [f"{name:<{width}}  {value:,.6g}" for name, value in self.figures.items()]
+        lines = [f"{name:<{width}}  {value:{',' if isinstance(value, int) else '.3g'}}"
+                 for name, value in self.figures.items()]
         return "\n".join([*lines, f"on {self.machine}"])
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
