@@ -97,6 +97,72 @@ def test_a_function_that_says_torch_and_ops_travels(pool):
     assert pool(2).run(total) == [([5.0, 5.0], "Linear")] * 2
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    rank: int
+
+
+def test_results_with_slots_come_back_as_what_they_are(pool):
+    @dataclass(slots=True)
+    class Local:
+        rank: int
+
+    assert pool(2).run(lambda group: Slotted(group.rank())) == [Slotted(0), Slotted(1)]
+    assert pool(2).run(lambda group: Local(group.rank())) == [Local(0), Local(1)]
+
+
+def test_a_result_that_can_not_be_made_again_names_the_function(pool):
+    class Trap:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    def give(group):
+        return Trap()
+
+    with pytest.raises(TypeError, match=r"what .*give returned can't be read here: ValueError"):
+        pool(2).run(give)
+
+
+def test_runs_from_several_threads_take_turns():
+    with ranks(2) as r, ThreadPoolExecutor(4) as threads:
+        outs = list(threads.map(lambda i: r.run(lambda group: (i, group.rank())), range(12)))
+    assert outs == [[(i, 0), (i, 1)] for i in range(12)]
+
+
+def test_prints_that_the_output_can_not_encode_are_escaped(monkeypatch):
+    import io
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", ascii_only)
+    assert launch(lambda group: print("é │") or 7, 1) == [7]
+    ascii_only.flush()
+    assert ascii_only.buffer.getvalue() == b"[rank 0] \\xe9 \\u2502\n"
+
+
+def test_a_start_that_fails_leaves_no_folder(temp, monkeypatch):
+    def none_left(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("shardlab.launch.crew.Pipe", none_left)
+    with pytest.raises(OSError, match="Too many"):
+        launch(who, 2)
+    assert not list(temp.iterdir())
+
+
+def test_ctrl_c_before_the_ranks_are_told_what_they_are_ends_at_once(temp, monkeypatch):
+    from shardlab.launch import crew
+    request = crew.Server.request
+
+    def interrupted(self, descriptors):
+        request(self, descriptors)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(crew.Server, "request", interrupted)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(who, 2)
+    assert time.monotonic() - start < 15 and not list(temp.iterdir())
+
+
 def test_closures_partials_methods_and_classes_travel_by_value(pool):
     offset = 40
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from contextlib import suppress
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def nested(group):
 
 def test_records_nest(pool):
     assert pool(2).run(nested) == [(24, 8, 3)] * 2
+
+
+def refused(group):
+    with comm.record() as ledger:
+        with suppress(RuntimeError):
+            comm.all_reduce(torch.ones(2, dtype=torch.int16), group=group)
+        comm.all_reduce(torch.ones(2), group=group)
+    return [e.dtype for e in ledger.entries]
+
+
+def test_what_the_backend_refuses_is_not_counted(pool):
+    assert pool(2).run(refused) == [["float32"]] * 2
 
 
 def entry(**fields):

@@ -80,6 +80,20 @@ def test_forward_is_what_the_table_says(pool, p):
         assert torch.equal(out["reduce_scatter"], sum(xs)[r : r + 1])
 
 
+def test_a_dim_that_is_not_there_is_refused(pool):
+    def beyond(group):
+        said = []
+        for name in ("scatter_to", "gather_from", "all_gather", "reduce_scatter"):
+            for dim in (2, -3):
+                try:
+                    getattr(regions, name)(torch.ones(2, 2), group, dim)
+                except ValueError as error:
+                    said.append(str(error))
+        return said
+
+    assert pool(2).run(beyond) == [[f"(2, 2) has no dim {dim}" for dim in (2, -3)] * 4] * 2
+
+
 def test_a_slice_that_does_not_divide_is_refused(pool):
     def uneven(group):
         try:

@@ -184,6 +184,29 @@ def test_a_hang_ends_at_its_limit_with_a_table_of_what_each_rank_did():
     assert error.traceback.startswith("Traceback") and "meet" in error.traceback
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has real-time signals")
+def test_a_signal_without_a_name_is_given_by_its_number():
+    def step(group):
+        os.kill(os.getpid(), 40)
+        time.sleep(30)
+
+    error, _ = failing(step)
+    assert type(error) is RankExited and "was killed by signal 40" in lines(error)[0]
+
+
+def test_an_error_that_can_not_say_what_it_is_is_shown_all_the_same():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("speechless")
+
+    def step(group):
+        raise Mute
+
+    error, _ = failing(step)
+    assert type(error) is RankError and "its own text raises RuntimeError" in lines(error)[0]
+    assert "raise Mute" in error.traceback
+
+
 def test_prints_of_a_rank_that_hangs_are_not_lost(capsys):
     def step(group):
         print("start", group.rank())

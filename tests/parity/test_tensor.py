@@ -204,6 +204,65 @@ def test_a_batch_without_labels_gives_what_the_plain_model_gives(pool):
         assert plain == cut or (plain != plain and cut != cut)
 
 
+def reloaded(group):
+    """`assign=True` puts other Parameter objects in place: what has to be summed must not be forgotten with the old."""
+    plain, cut = twins(dict(kv_heads=1, qk_norm=True), group)
+    cut.load_state_dict({name: value.clone() for name, value in cut.state_dict().items()}, assign=True)
+    tokens, labels = batch(101)
+    for model in (plain, cut):
+        model.loss(tokens, labels).backward()
+    grads.finish(cut)
+    pairs = zip(plain.parameters(), cut.parameters(), strict=True)
+    held_whole = [(p.grad - q.grad).abs().max().item() for p, q in pairs if p.shape == q.shape]
+    return max(held_whole), len(held_whole)
+
+
+def test_gradients_are_finished_after_a_state_dict_was_assigned(pool):
+    for distance, compared in pool(2).run(reloaded):
+        assert distance < 1e-10 and compared > 8  # the KV head and the norms among them
+
+
+def twice(group):
+    _, cut = twins({}, group)
+    try:
+        tensor.cut(cut, group)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_model_is_not_cut_twice(pool):
+    assert pool(2).run(twice) == ["this model is cut already: cut the plain one"] * 2
+
+
+def sharers(group):
+    _, cut = twins(dict(kv_heads=2, layers=5), group)
+    return len({id(layer.self_attn.k_proj.partial_over) for layer in cut.layers})
+
+
+def test_all_layers_share_one_group_of_sharers(pool):
+    assert pool(4).run(sharers) == [1] * 4
+
+
+def nowhere(group):
+    """Not a number at a position without a label: it is not in the plain loss, so not in the cut one."""
+    plain, cut = twins({}, group)
+    labels = torch.tensor([[4, -100, 5]])
+    h = torch.linspace(-1, 1, 72, dtype=torch.float64).view(1, 3, 24)
+    h[0, 1] = torch.nan
+    said = []
+    for model in (plain, cut):
+        try:
+            model.loss(labels.clamp(0), labels[:, :2])
+        except ValueError as error:
+            said.append(str(error))
+    return (plain.lm_head.loss(h, labels) - cut.lm_head.loss(h, labels)).abs().item(), said
+
+
+def test_what_has_no_label_is_not_in_the_loss_and_every_token_has_one(pool):
+    for distance, said in pool(2).run(nowhere):
+        assert distance < 1e-10 and said == ["every token has a label: tokens (1, 3), labels (1, 2)"] * 2
+
+
 def low_precision(group):
     """bf16 weights: the cut loss is computed in float32, as the plain one is."""
     plain, cut = twins({}, group)

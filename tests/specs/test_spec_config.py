@@ -201,3 +201,12 @@ def test_a_spec_made_by_hand_is_checked_too(change, message):
     assert ModelSpec(**sizes).total > 0
     with pytest.raises(ValueError, match=message):
         ModelSpec(**sizes | change)
+
+
+@pytest.mark.parametrize("changes", [
+    {"model_type": []}, {"model_type": {}}, {"layer_types": -1}, {"layer_types": True},
+    {"use_sliding_window": True, "max_window_layers": None}, {"use_sliding_window": True, "max_window_layers": "8"},
+    {"use_sliding_window": True, "num_hidden_layers": []}])
+def test_values_of_another_kind_are_refused_as_values(changes):
+    with pytest.raises(ValueError, match=next(reversed(changes))):
+        ModelSpec.from_config(QWEN | changes)

@@ -189,6 +189,12 @@ class Mark:
     def enter(self) -> None:
         flight.enter(self.text)
 
+    def drop(self) -> None:
+        """It came to nothing, so nothing is entered."""
+        flight.leave()
+        for ledger in _open:
+            ledger.entries[:] = [e for e in ledger.entries if e is not self._entry]
+
     def leave(self) -> None:
         flight.leave()
         if self._entry is not None:

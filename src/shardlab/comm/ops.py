@@ -51,7 +51,11 @@ class Handle:
         """Block until the collective is done; the result tensor. Further calls return it again."""
         if self._work is not None:
             self._mark.enter()
-            self._work.wait()
+            try:
+                self._work.wait()
+            except Exception:
+                self._mark.drop()
+                raise
             self._mark.leave()
             self._work = None
             self._value = self._result()
@@ -149,8 +153,12 @@ def _run(name, tensor, group, async_op, *, start, detail="", back=None, peer=Fal
     mark.enter()
     if not peer:
         _agree(mark.text, group)
-    with torch.no_grad():
-        work, result = start(tensor.detach().contiguous(), group)
+    try:
+        with torch.no_grad():
+            work, result = start(tensor.detach().contiguous(), group)
+    except Exception:
+        mark.drop()
+        raise
 
     def finish():
         if back is None:

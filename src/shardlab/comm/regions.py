@@ -58,7 +58,11 @@ def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
 
 
 def _region(x, group, dim, there, back):
-    return _Region.apply(x, group, dim, there, back) if group.size() > 1 else x
+    if group.size() == 1:
+        return x
+    if not -x.dim() <= dim < max(1, x.dim()):
+        raise ValueError(f"{tuple(x.shape)} has no dim {dim}")
+    return _Region.apply(x, group, dim, there, back)
 
 
 class _Region(torch.autograd.Function):
@@ -85,7 +89,7 @@ def _sum(x, group, dim):
 
 
 def _join(x, group, dim):
-    if dim % x.dim() == 0:
+    if dim in (0, -x.dim()):
         return ops.all_gather(x, group)
     return ops.all_gather(x.transpose(0, dim), group).transpose(0, dim).contiguous()
 
@@ -98,6 +102,6 @@ def _slice(x, group, dim):
 
 
 def _sum_slice(x, group, dim):
-    if dim % x.dim() == 0:
+    if dim in (0, -x.dim()):
         return ops.reduce_scatter(x, group=group)
     return ops.reduce_scatter(x.transpose(0, dim), group=group).transpose(0, dim).contiguous()

@@ -64,10 +64,14 @@ class Crew:
 
     def __init__(self, server: Server, size: int, backend: str, timeout: float, threads: int):
         folder = Path(tempfile.mkdtemp(prefix="shardlab-"))
-        self.setup = Setup(folder, size, backend, timeout + 30, threads, environ(), list(sys.path), os.getcwd())
-        self._output = Output(self.setup)
-        self._control, warden = Pipe()
-        self._pipes, ends = map(list, zip(*(Pipe() for _ in range(size)), strict=True))
+        with ExitStack() as undo:  # should it fail before there are ranks: out of file descriptors, say
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            self.setup = Setup(folder, size, backend, timeout + 30, threads, environ(), list(sys.path), os.getcwd())
+            self._output = Output(self.setup)
+            undo.callback(self._output.close)
+            self._control, warden = Pipe()
+            self._pipes, ends = map(list, zip(*(Pipe() for _ in range(size)), strict=True))
+            undo.pop_all()
         self._pids: list[int] = []
         try:
             with ExitStack() as handed_over:  # closed here, so that the end of a process is the end of its pipe
@@ -139,7 +143,8 @@ class Crew:
                                "if it left one; a further run starts a new one") from None
         if code >= 0:
             return Failure(rank, "exited", f"ended its process with exit code {code}", "", when)
-        name = signal.Signals(-code).name
+        known = {s.value: s.name for s in signal.Signals}  # real-time signals have no names
+        name = known.get(-code, f"signal {-code}")
         return Failure(rank, "exited", f"was killed by {name}{SIGNAL_HINTS.get(name, '')}", "", when)
 
 

@@ -105,7 +105,9 @@ def _warden(requests: socket.socket, ends: list[Connection]) -> None:
     requests.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control, *pipes = ends
-    setup: Setup = control.recv()
+    setup = control.recv()
+    if not isinstance(setup, Setup):  # told to end before there was anything to start
+        return
     alive: dict[int, int] = {}
     told = threading.Thread(target=_end_when_told, args=(control, alive))
     try:
@@ -204,15 +206,23 @@ def _report(rank: int, pipe: Connection, work: Callable[[], bytes]) -> None:
     try:
         body = work()
     except SystemExit as error:
-        failure = Failure(rank, "exited", f"called sys.exit({error.code!r})", _shown(error), time.monotonic())
+        failure = Failure(rank, "exited", f"called sys.exit({_words(error)})", _shown(error), time.monotonic())
     except BaseException as error:
-        line = f"raised {type(error).__qualname__}: {error}".splitlines()[0].rstrip(": ")
+        line = f"raised {type(error).__qualname__}: {_words(error)}".splitlines()[0].rstrip(": ")
         failure = Failure(rank, "raised", line, _shown(error), time.monotonic(), _lost_connection(line))
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(failure)
     if failure is None:
         pipe.send_bytes(body)
+
+
+def _words(error: BaseException) -> str:
+    """What the error says of itself, or that it can't."""
+    try:
+        return repr(error.code) if isinstance(error, SystemExit) else str(error)
+    except Exception as worse:
+        return f"(its own text raises {type(worse).__qualname__})"
 
 
 def _shown(error: BaseException) -> str:

@@ -68,13 +68,19 @@ class Output:
         self._rests[rank] = rest
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # a progress bar's last state
-            sys.stdout.write(f"[rank {rank}] {text}\n")
+            sys.stdout.write(_writable(f"[rank {rank}] {text}\n"))
 
     def close(self) -> None:
         """Print all that is left."""
         self.show(range(len(self._files)))
         for file in self._files:
             file.close()
+
+
+def _writable(text: str) -> str:
+    """`text` as this process's output takes it: what its encoding lacks is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 class Report:

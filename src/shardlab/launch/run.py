@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from .crew import Crew, Server, environ
 from .rank import IN_RANK, MOST_RANKS
-from .send import pack
+from .send import pack, unpack
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _server = Server()  # this process's one server; nothing is started before the first ranks are
@@ -54,6 +54,7 @@ class Ranks:
         self.size, self.backend, self.timeout, self.threads = size, backend, timeout, threads
         self._crew: Crew | None = None
         self._closed = False
+        self._one_at_a_time = threading.Lock()
 
     def __enter__(self) -> Ranks:
         return self
@@ -62,7 +63,10 @@ class Ranks:
         self.close()
 
     def run(self, fn: Callable, *args, **kwargs) -> list:
-        """Run fn(group, *args, **kwargs) on every rank; the results in rank order. Raises as `launch` does."""
+        """Run fn(group, *args, **kwargs) on every rank; the results in rank order. Raises as `launch` does.
+
+        Called from several threads, one run waits for the other.
+        """
         if not callable(fn):
             raise TypeError(f"fn must be a function to run on every rank, not {fn!r}: launch(fn, 4), r.run(fn)")
         if self._closed:
@@ -70,10 +74,15 @@ class Ranks:
         if dist.is_torchelastic_launched():
             return self._run_in_torchrun(fn, args, kwargs)
         payload = pack(fn, args, kwargs)
+        with self._one_at_a_time:
+            bodies = self._bodies(payload)
+        return [unpack(body, fn) for body in bodies]
+
+    def _bodies(self, payload: bytes) -> list[bytes]:
         try:
             if self._crew is None:
                 self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads)
-            return [cloudpickle.loads(body) for body in self._crew.run(payload, self.timeout)]
+            return self._crew.run(payload, self.timeout)
         except BaseException:  # Ctrl-C included
             self._end()
             raise

@@ -33,7 +33,12 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and "__slots__" in vars(obj) and reduced is not NotImplemented \
+                and reduced[0] is cloudpickle.cloudpickle._make_skeleton_class:
+            # cloudpickle leaves the slots out, and what the class there makes would not fit the class here
+            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
+        return reduced
 
 
 def pack(fn: Callable, args: tuple, kwargs: dict) -> bytes:
@@ -53,6 +58,15 @@ def pack(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     except Exception as error:
         raise TypeError(f"{name_of(fn)} and its arguments can't be sent to the ranks: {error}. Open files, locks, "
                         "generators and process groups don't travel: make them inside the function.") from error
+
+
+def unpack(body: bytes, fn: Callable) -> Any:
+    """What a rank has sent back. Raises TypeError, naming `fn`, where it can't be made again here."""
+    try:
+        return cloudpickle.loads(body)
+    except Exception as error:
+        raise TypeError(f"what {name_of(fn)} returned can't be read here: {type(error).__name__}: {error}. "
+                        "Return tensors, numbers, strings, or lists and dicts of them.") from error
 
 
 def name_of(fn: Callable) -> str:

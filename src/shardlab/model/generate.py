@@ -21,6 +21,8 @@ def greedy(
     With `stop`, a sequence that has made that token goes on repeating it, and generation ends when all have. Without
     `cached`, every step computes all tokens again: the plain meaning, which the KV cache must not change.
     """
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens must be 0 or more, not {new_tokens}")
     batch, seq = tokens.shape
     if batch == 0 or seq == 0:
         raise ValueError(f"a prompt needs at least one token: tokens have shape ({batch}, {seq})")

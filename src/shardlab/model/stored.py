@@ -47,7 +47,9 @@ class Stored:
             return dict.fromkeys(self._open(WHOLE), WHOLE)
         try:
             file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            if not all(isinstance(file, str) and file for file in file_of.values()):
+                raise ValueError("weight_map")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is no index of safetensors files ({error!r}): write the folder again") from None
         held = {file: self._open(file) for file in sorted(set(file_of.values()))}
         if lost := [name for name, file in file_of.items() if name not in held[file]]:

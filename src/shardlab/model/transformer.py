@@ -94,6 +94,8 @@ class Transformer(nn.Module):
 
         tokens and labels (batch, seq); labels[:, i] is the token that follows tokens[:, i]: shifted already.
         """
+        if tokens.shape != labels.shape:
+            raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
         return self.lm_head.loss(self.hidden(tokens), labels)
 
     def generate(

@@ -24,7 +24,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, row
     """
     valid = labels != IGNORED
     losses = _CrossEntropy.apply(logits, labels.where(valid, 0), rows, group)
-    return (losses * valid).sum() / valid.sum()
+    return losses.where(valid, 0).sum() / valid.sum()
 
 
 class _CrossEntropy(torch.autograd.Function):

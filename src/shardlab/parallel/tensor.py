@@ -31,21 +31,26 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     the same on all ranks, or on the meta device, to be read afterwards (`checkpoint.load` then
     reads this rank's slices only). `forward` still gives the whole logits (batch, seq, vocab)
     and `loss` the whole loss, on every rank; after `backward` call `grads.finish(model)`.
-    Raises ValueError where the heads do not divide, naming the degrees that would do.
+    Raises ValueError where the heads do not divide, naming the degrees that would do, and on a
+    model that is cut already.
     """
     spec = model.spec
     Layout(tp=group.size()).check(spec)
     if group.size() == 1:
         return model
+    if any(hasattr(parameter, "window") for parameter in model.parameters()):
+        raise ValueError("this model is cut already: cut the plain one")
     tied = model.lm_head.weight is model.embed_tokens.weight
     model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group)
     model.lm_head = VocabParallelHead(model.lm_head, group)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
+    p, kv_heads = group.size(), spec.kv_heads
+    sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p else None  # of one KV head
     for layer in model.layers:
         assert isinstance(layer, Block)
         assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
-        layer.self_attn = ParallelAttention(layer.self_attn, spec, group)
+        layer.self_attn = ParallelAttention(layer.self_attn, spec, group, sharers)
         layer.mlp = ParallelMLP(layer.mlp, spec, group)
     return model
 
@@ -85,10 +90,11 @@ class RowParallelLinear(nn.Linear):
 class ParallelAttention(Attention):
     """Attention over this rank's heads: q, k, v column-parallel by whole heads, o row-parallel."""
 
-    def __init__(self, plain: Attention, spec: ModelSpec, group: dist.ProcessGroup):
+    def __init__(self, plain: Attention, spec: ModelSpec, group: dist.ProcessGroup,
+                 sharers: dist.ProcessGroup | None):
         with torch.device("meta"):
             super().__init__(spec)
-        self.group, p, d = group, group.size(), spec.head_dim
+        self.group, d = group, spec.head_dim
         queries, keys = _heads(spec.heads, group, d), _heads(spec.kv_heads, group, d)
         self.q_proj = ColumnParallelLinear(plain.q_proj, queries, queries.stop - queries.start)
         self.k_proj = ColumnParallelLinear(plain.k_proj, keys, keys.stop - keys.start)
@@ -97,11 +103,10 @@ class ParallelAttention(Attention):
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:  # one weight for all heads; a rank has its own heads' gradient
-                grads.mark_partial(norm.weight, group)
-        if spec.kv_heads < p:
-            sharers = mesh.blocks(group, p // spec.kv_heads)
-            for held in (*self.k_proj.parameters(), *self.v_proj.parameters()):
-                grads.mark_partial(held, sharers)
+                grads.mark_partial(norm, group)
+        if sharers is not None:
+            grads.mark_partial(self.k_proj, sharers)
+            grads.mark_partial(self.v_proj, sharers)
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         return super().forward(copy_to(x, self.group), *args, **kwargs)

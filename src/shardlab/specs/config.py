@@ -90,7 +90,7 @@ def _family(config: dict[str, Any]) -> _Family:
     kind = config.get("model_type")
     if kind is None:
         raise ValueError("the config lacks the key 'model_type'")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(f"model_type = {kind!r} is not supported; {_SUPPORTED}")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ValueError(f"hidden_act = {act!r} is not supported: the feed-forward block gates with 'silu'")
@@ -101,13 +101,18 @@ def _family(config: dict[str, Any]) -> _Family:
 
 def _window(config: dict[str, Any], family: _Family) -> str:
     """The keys that put a sliding window to use, with their values; "" where there are none."""
-    if types := sorted({str(t) for t in config.get("layer_types") or ()} - {"full_attention"}):
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list of words, not {kinds!r}")
+    if types := sorted({str(t) for t in kinds} - {"full_attention"}):
         return f"layer_types has {', '.join(types)}"
     window = config.get("sliding_window", 4096)  # the default where the key is left out, of all types that have it
     if family.window and window is not None:
         return f"sliding_window = {window}" + ("" if "sliding_window" in config else " (its default)")
-    layers, first = config.get("num_hidden_layers", 0), config.get("max_window_layers", 28)
-    if config.get("use_sliding_window") and window is not None and not config.get("layer_types") and first < layers:
+    if not config.get("use_sliding_window") or window is None or kinds:
+        return ""
+    first = whole("max_window_layers", config.get("max_window_layers", 28), 0)
+    if first < _size(config, "num_hidden_layers"):
         return f"use_sliding_window = true, sliding_window = {window}, from layer {first} on"
     return ""
 
