@@ -13,7 +13,7 @@ from shardlab.show.palette import AXES
 from shardlab.specs import Layout, find_model, units
 
 CARD = 80 * 10**9
-INK = "#767676"
+INK = "#858585"
 HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} 372" font-family="sans-serif">
 <style>path {{ stroke: {ink}; stroke-width: 3 }} marker path {{ stroke: none; fill: {ink} }}</style>
@@ -45,7 +45,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 def whole(x: float, floor: float, weights: int) -> list[str]:
     """The model over the outline of the card that it does not fit on."""
-    return [square(x, floor, weights, f'fill="{AXES["world"].colour}" fill-opacity="0.35"'),
+    return [square(x, floor, weights, f'fill="{AXES["world"].colour}" fill-opacity="0.18"'),
             square(x, floor, CARD, f'fill="none" stroke="{INK}" stroke-width="3"'),
             text(x + side(weights) / 2, floor - side(weights) - 12, f"weights {units.decimal(weights, 4)}"),
             text(x + side(CARD) / 2, floor - side(CARD) / 2 + 8, f"card {units.decimal(CARD)}")]

@@ -27,12 +27,12 @@ from .shard import parameter, window
 def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     """Cut the plain `model` over the ranks of `group`, in place, and return it.
 
-    Every rank of the group calls it. Each keeps its slices of the whole weights, which must be
-    the same on all ranks, or on the meta device, to be read afterwards (`checkpoint.load` then
-    reads this rank's slices only). `forward` still gives the whole logits (batch, seq, vocab)
-    and `loss` the whole loss, on every rank; after `backward` call `grads.finish(model)`.
-    Raises ValueError where the heads do not divide, naming the degrees that would do, and on a
-    model that is cut already.
+    Every rank of the group calls it. Each keeps its slices of the whole weights, which
+    must be the same on all ranks, or on the meta device, to be read afterwards
+    (`checkpoint.load` then reads this rank's slices only). `forward` still gives the
+    whole logits (batch, seq, vocab) and `loss` the whole loss, on every rank; after
+    `backward` call `grads.finish(model)`. Raises ValueError where the heads do not
+    divide, naming the degrees that would do, and on a model that is cut already.
     """
     spec = model.spec
     Layout(tp=group.size()).check(spec)
@@ -46,7 +46,7 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
     p, kv_heads = group.size(), spec.kv_heads
-    sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p else None  # of one KV head
+    sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p else None  # of a KV head
     for layer in model.layers:
         assert isinstance(layer, Block)
         assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
@@ -58,25 +58,27 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
 class ColumnParallelLinear(nn.Linear):
     """Y_r = X W_rᵀ + b_r: some of the outputs, (…, in) → (…, out/p).
 
-    Its input must have entered the region by `copy_to`. That is left to the caller because
-    layers which share their input (q, k and v; gate and up) then share one all-reduce in
-    backward.
+    Its input must have entered the region by `copy_to`. That is left to the caller
+    because layers which share their input (q, k and v; gate and up) then share one
+    all-reduce in backward.
     """
 
     def __init__(self, whole: nn.Linear, rows: Window, size: int):
-        super().__init__(whole.in_features, size, bias=whole.bias is not None, device="meta")
+        biased = whole.bias is not None
+        super().__init__(whole.in_features, size, bias=biased, device="meta")
         self.weight = parameter(whole.weight, rows, size)
         if whole.bias is not None:
             self.bias = parameter(whole.bias, rows, size)
 
 
 class RowParallelLinear(nn.Linear):
-    """Y = Σ_r X_r W_rᵀ + b: some of the inputs, (…, in/p) → (…, out), summed over ranks."""
+    """Y = Σ_r X_r W_rᵀ + b: some of the inputs, (…, in/p) → (…, out), summed."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup):
         n, p = whole.in_features, group.size()
         size = padded(n, p) // p
-        super().__init__(size, whole.out_features, bias=whole.bias is not None, device="meta")
+        biased = whole.bias is not None
+        super().__init__(size, whole.out_features, bias=biased, device="meta")
         self.group = group
         self.weight = parameter(whole.weight, window(n, p, group.rank(), dim=1), size)
         self.bias = whole.bias
@@ -88,7 +90,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class ParallelAttention(Attention):
-    """Attention over this rank's heads: q, k, v column-parallel by whole heads, o row-parallel."""
+    """Attention over this rank's heads: q, k, v cut by columns, o by rows."""
 
     def __init__(self, plain: Attention, spec: ModelSpec, group: dist.ProcessGroup,
                  sharers: dist.ProcessGroup | None):
@@ -96,13 +98,14 @@ class ParallelAttention(Attention):
             super().__init__(spec)
         self.group, d = group, spec.head_dim
         queries, keys = _heads(spec.heads, group, d), _heads(spec.kv_heads, group, d)
-        self.q_proj = ColumnParallelLinear(plain.q_proj, queries, queries.stop - queries.start)
-        self.k_proj = ColumnParallelLinear(plain.k_proj, keys, keys.stop - keys.start)
-        self.v_proj = ColumnParallelLinear(plain.v_proj, keys, keys.stop - keys.start)
+        q_rows, kv_rows = queries.stop - queries.start, keys.stop - keys.start
+        self.q_proj = ColumnParallelLinear(plain.q_proj, queries, q_rows)
+        self.k_proj = ColumnParallelLinear(plain.k_proj, keys, kv_rows)
+        self.v_proj = ColumnParallelLinear(plain.v_proj, keys, kv_rows)
         self.o_proj = RowParallelLinear(plain.o_proj, group)
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):
-            if norm is not None:  # one weight for all heads; a rank has its own heads' gradient
+            if norm is not None:  # one weight for all heads, but gradients of own heads
                 grads.mark_partial(norm, group)
         if sharers is not None:
             grads.mark_partial(self.k_proj, sharers)
