@@ -112,6 +112,21 @@ def test_every_verb_returns_a_tensor(pool):
     assert pool(2).run(verbs) == [[True] * 5] * 2
 
 
+def overwritten(group):
+    w = torch.ones(2, requires_grad=True)
+    x = torch.ones(2)
+    y = (w * x).sum()  # autograd keeps x for w's gradient
+    comm.all_reduce(x, group=group)
+    try:
+        y.backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+
+
+def test_what_autograd_has_saved_is_not_overwritten_unnoticed(pool):
+    assert pool(2).run(overwritten) == [True, True]
+
+
 def said(fn):
     """The ValueError that `fn` raises, as text."""
     try:

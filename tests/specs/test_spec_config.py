@@ -210,3 +210,11 @@ def test_a_spec_made_by_hand_is_checked_too(change, message):
 def test_values_of_another_kind_are_refused_as_values(changes):
     with pytest.raises(ValueError, match=next(reversed(changes))):
         ModelSpec.from_config(QWEN | changes)
+
+
+@pytest.mark.parametrize("changes,said", [({"rope_theta": 1.0}, "rope_theta = 1 must be above 1"),
+                                          ({"rope_scaling": {"kind": "yarn"}}, "RopeScaling or None")])
+def test_a_spec_without_frequencies_is_refused(changes, said):
+    sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 96, "vocab": 101}
+    with pytest.raises(ValueError, match=said):
+        ModelSpec(**sizes | changes)

@@ -166,6 +166,7 @@ def _run(name, tensor, group, async_op, *, start, detail="", back=None, peer=Fal
         if result.data_ptr() != back.data_ptr():  # `back` is strided: a copy took part
             with torch.no_grad():
                 back.copy_(result)
+        torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
         return back
 
     handle = Handle(work, mark, finish)

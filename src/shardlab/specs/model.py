@@ -52,6 +52,10 @@ class ModelSpec:
             flag(choice, getattr(self, choice))
         number("norm_eps", self.norm_eps)
         number("rope_theta", self.rope_theta)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ValueError(f"rope_scaling must be a RopeScaling or None, not {self.rope_scaling!r}")
+        if self.rope_theta <= 1:
+            raise ValueError(f"rope_theta = {self.rope_theta:g} must be above 1: RoPE's frequencies are its powers")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads don't divide {self.heads} heads: each serves equally many")
         if self.head_dim % 2:
