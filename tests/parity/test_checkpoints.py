@@ -79,8 +79,10 @@ def test_shards_put_together_are_the_file(pool, tiny, p):
 
 def test_a_cut_model_is_not_saved_as_a_whole_one(pool, tiny, tmp_path):
     def save(group, folder, target):
+        model, _ = cut_from(folder, group)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
         try:
-            checkpoint.save(cut_from(folder, group)[0], target / str(group.rank()))
+            checkpoint.save(model, target / str(group.rank()))
         except ValueError as error:
             return str(error)
 

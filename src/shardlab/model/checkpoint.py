@@ -62,9 +62,12 @@ def save(model: Transformer, folder: str | Path) -> None:
     model.
     """
     parameters = {_stored_name(names[0]): parameter for names, parameter in distinct(model)}
+    whole = {_stored_name(tensor.name): tensor.shape for tensor in model.spec.tensors()}
     for name, parameter in parameters.items():
-        if hasattr(parameter, "window") or parameter.is_meta:
-            raise ValueError(f"{name} is {'cut' if hasattr(parameter, 'window') else 'on meta'}: save the whole model")
+        # by its shape too: `load_state_dict(assign=True)` replaces parameters, and the window is lost
+        cut = hasattr(parameter, "window") or tuple(parameter.shape) != whole[name]
+        if cut or parameter.is_meta:
+            raise ValueError(f"{name} is {'cut' if cut else 'on meta'}: save the whole model")
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     with written_whole(Path(folder)) as unfinished:
         text = json.dumps(config(model.spec, dtype), indent=2) + "\n"

@@ -38,7 +38,7 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     Layout(tp=group.size()).check(spec)
     if group.size() == 1:
         return model
-    if any(hasattr(parameter, "window") for parameter in model.parameters()):
+    if isinstance(model.lm_head, VocabParallelHead):
         raise ValueError("this model is cut already: cut the plain one")
     tied = model.lm_head.weight is model.embed_tokens.weight
     model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group)
