@@ -5,7 +5,8 @@ from .dtype import Dtype, dtype_of
 from .layout import Layout
 from .model import ModelSpec
 from .rope import RopeScaling
+from .storage import Format, Packed, format_of
 from .tensor import TensorSpec, padded
 
-__all__ = ["Dtype", "Layout", "ModelSpec", "RopeScaling", "TensorSpec", "bundled_models", "dtype_of", "find_model",
-           "padded"]
+__all__ = ["Dtype", "Format", "Layout", "ModelSpec", "Packed", "RopeScaling", "TensorSpec", "bundled_models",
+           "dtype_of", "find_model", "format_of", "padded"]
