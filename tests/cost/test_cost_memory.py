@@ -31,6 +31,7 @@ def test_four_ranks_by_hand():
     attention = 3 * (8 * 32 + 8) + 32 * 8 + 32  # q, k, v with their cut biases; o with its whole one
     mlp = 2 * (23 * 32 + 23) + 32 * 23 + 32
     assert bill.elements == {"embedding": 26 * 32, "attention": 2 * attention, "mlp": 2 * mlp,
+                             "experts": 0, "shared": 0, "router": 0,
                              "norms": 2 * (2 * 32 + 2 * 8) + 32, "head": 26 * 32}
     held = sum(bill.elements.values())
     assert (bill.weights, bill.gradients, bill.moments) == (4 * held, 4 * held, 8 * held)

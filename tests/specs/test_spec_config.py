@@ -27,7 +27,8 @@ def test_every_size_is_read_from_its_own_key():
         "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
         "max_position_embeddings": 77, "torch_dtype": "bfloat16"})
     assert spec == ModelSpec(name="llama", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=96, vocab=101,
-                             tied=True, norm_eps=1e-5, rope_theta=5e5, max_positions=77, torch_dtype="bfloat16")
+                             tied=True, norm_eps=1e-5, rope_theta=5e5, max_positions=77, torch_dtype="bfloat16",
+                             stored="bf16")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
@@ -82,9 +83,10 @@ def test_qwen3_has_its_own_default_of_head_dim():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"num_local_experts": 8}, "num_local_experts = 8: a mixture of experts is not supported; supported are dense"),
-    ({"kv_lora_rank": 512}, "kv_lora_rank = 512: multi-head latent attention is not supported"),
-    ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported; supported are .* llama, mistral, qwen2, qwen3"),
+    ({"num_local_experts": 8}, "num_local_experts = 8: model_type 'llama' has no experts; mixtral, qwen3_moe"),
+    ({"model_type": "mamba"}, "model_type = 'mamba' is not supported; supported are .* llama, mistral, qwen2, qwen3"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'.* is not known; known are quant_method fp8"),
+    ({"torch_dtype": "float7"}, "unknown dtype 'float7'"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: .* 'silu'"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported: use one"),
@@ -96,7 +98,8 @@ def test_qwen3_has_its_own_default_of_head_dim():
     ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor must be a number above 0, not '8'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type .full_attention."),
     ({"rope_scaling": "llama3"}, "objects with a rope_type, not 'llama3'"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention: a sliding window"),
+    ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers, each full_attention or sliding_attention"),
+    ({"layer_types": ["full_attention", "chunked"]}, "layer_types must name 2 layers"),
     ({"hidden_size": -64}, "hidden_size must be a whole number of at least 1, not -64"),
     ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, not 0"),
     ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1, not True"),
@@ -113,29 +116,83 @@ def test_what_is_not_supported_is_refused_with_its_key_and_value(keys, message):
         ModelSpec.from_config(TINY | keys)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-120b", "qwen3-235b-a22b", "gpt2"])
-def test_published_models_that_are_not_supported_are_refused(name):
-    with pytest.raises(ValueError, match=r"is not supported; supported are dense decoders"):
-        ModelSpec.from_config(CONFIGS / f"{name}.json")
-
-
 @pytest.mark.parametrize(("keys", "window"), [
-    ({"model_type": "mistral"}, "sliding_window = 4096 .its default."),
-    ({"model_type": "mistral", "sliding_window": 512}, "sliding_window = 512: a sliding window is not supported"),
-    ({"model_type": "mistral", "sliding_window": None}, None),
-    ({"sliding_window": 512}, None),
-    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}, "window = 512, from layer 1 on"),
-    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}, None),
-    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, None),
+    ({"model_type": "mistral"}, (4096, 2)),
+    ({"model_type": "mistral", "sliding_window": 512}, (512, 2)),
+    ({"model_type": "mistral", "sliding_window": None}, (None, 0)),
+    ({"sliding_window": 512}, (None, 0)),
+    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}, (512, 1)),
+    ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}, (None, 0)),
+    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (None, 0)),
     ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1, "layer_types": ["full_attention"] * 2},
-     None),
+     (None, 0)),
+    ({"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]}, (512, 1)),
 ])
-def test_a_window_is_refused_only_where_it_is_in_use(keys, window):
-    if window is None:
-        assert ModelSpec.from_config(QWEN | keys).layers == 2
-    else:
-        with pytest.raises(ValueError, match=window):
-            ModelSpec.from_config(QWEN | keys)
+def test_a_window_is_read_where_it_is_in_use(keys, window):
+    spec = ModelSpec.from_config(QWEN | keys)
+    assert (spec.window, spec.windowed_layers) == window
+
+
+EXPERTS = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+           "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+           "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+           "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                           "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10,
+                           "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 101}
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in EXPERTS.items() for key in keys])
+@pytest.mark.parametrize("null", [False, True])
+def test_a_missing_size_of_experts_or_latent_attention_is_refused_by_its_name(kind, key, null):
+    config = QWEN | EXPERTS[kind] | {"model_type": kind}
+    assert ModelSpec.from_config(config).experts.routed == 4
+    broken = {k: v for k, v in config.items() if k != key} | ({key: None} if null else {})
+    if null and key == "q_lora_rank":  # null means that queries are not compressed
+        assert ModelSpec.from_config(broken).latent.q_rank is None
+        return
+    with pytest.raises(ValueError, match=f"lacks the key '{key}'"):
+        ModelSpec.from_config(broken)
+
+
+@pytest.mark.parametrize("key", [key for key in GPT2 if key != "model_type"])
+def test_a_missing_size_of_gpt2_is_refused_by_its_name(key):
+    assert ModelSpec.from_config(GPT2).ffn == 256
+    with pytest.raises(ValueError, match=f"lacks the key '{key}'"):
+        ModelSpec.from_config({k: v for k, v in GPT2.items() if k != key})
+
+
+@pytest.mark.parametrize(("kind", "keys", "message"), [
+    ("mixtral", {"num_experts_per_tok": 5}, "5 active experts of 4: a token can't use more than there are"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported: dense layers come first"),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, "first_dense = 3 are more than the model's 2 layers"),
+    ("deepseek_v3", {"kv_lora_rank": -1}, "kv_lora_rank must be a whole number of at least 1, not -1"),
+    ("deepseek_v3", {"n_shared_experts": 0.5}, "n_shared_experts must be a whole number of at least 0, not 0.5"),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window must be a whole number of at least 1, not 0"),
+])
+def test_experts_that_cannot_be_are_refused(kind, keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_config(QWEN | EXPERTS[kind] | {"model_type": kind} | keys)
+
+
+@pytest.mark.parametrize(("keys", "stored"), [
+    ({}, None), ({"torch_dtype": "bfloat16"}, "bf16"), ({"dtype": "float32"}, "fp32"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+])
+def test_the_format_of_the_published_weights_is_read(keys, stored):
+    assert ModelSpec.from_config(TINY | keys).stored == stored
+
+
+@pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "mistral"])
+def test_what_the_plain_model_does_not_compute_is_refused_by_its_name(kind):
+    from shardlab.model import Transformer
+    config = GPT2 if kind == "gpt2" else QWEN | EXPERTS.get(kind, {}) | {"model_type": kind}
+    words = {"gpt2": "learned positions, LayerNorm, a feed-forward block without a gate", "mistral": "a sliding window",
+             "gpt_oss": "experts, a sliding window, attention sinks", "deepseek_v3": "experts, latent attention"}
+    with pytest.raises(ValueError, match=f"has {words.get(kind, 'experts')}: the plain model computes the Llama kind"):
+        Transformer(ModelSpec.from_config(config))
 
 
 @pytest.mark.parametrize("keys", [

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,44 @@ def test_published_models_have_the_weights_that_transformers_gives_them(name):
     spec, real = ModelSpec.from_config(config), shapes_in_transformers(config)
     assert {t.name: t.shape for t in spec.tensors()} == real
     assert spec.total == sum(map(math.prod, real.values()))
+
+
+OTHERS = ["gpt2", "gpt-3-175b", "mixtral-8x7b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_published_models_have_as_many_parameters_as_in_transformers(name):
+    """transformers fuses the experts' tensors, so names differ; DeepSeek-V3's 58 × 256 routing biases are buffers."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    spec, real = ModelSpec.from_config(config), shapes_in_transformers(config)
+    biases = 58 * 256 if name == "deepseek-v3" else 0
+    assert spec.total == sum(map(math.prod, real.values())) + biases
+
+
+def test_every_expert_of_a_layer_is_listed_under_its_own_name():
+    spec = ModelSpec.from_config(CONFIGS / "deepseek-v3.json")
+    names = {t.name: t.shape for t in spec.layer_tensors(3)}
+    assert names["mlp.experts.255.down_proj.weight"] == (7168, 2048)
+    assert names["mlp.shared_experts.gate_proj.weight"] == (2048, 7168)
+    assert names["self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
+    assert "mlp.gate_proj.weight" in {t.name for t in spec.layer_tensors(2)}
+    assert sum(t.size for t in spec.tensors()) == spec.total == sum(n * t.size for n, t in spec.counted())
+
+
+def test_active_parameters_are_those_of_the_experts_that_a_token_uses():
+    v3 = ModelSpec.from_config(CONFIGS / "deepseek-v3.json")
+    one = 3 * 7168 * 2048
+    assert v3.total - v3.active == 58 * (256 - 8) * one
+    assert v3.active_parameters["shared"] == v3.parameters["shared"] == 58 * one
+    dense = ModelSpec.from_config(CONFIGS / "llama-2-7b.json")
+    assert dense.active == dense.total
+
+
+def test_mtp_modules_are_a_layer_and_a_projection_each_and_not_in_the_total():
+    v3 = ModelSpec.from_config(CONFIGS / "deepseek-v3.json")
+    layer = sum(t.size for t in v3.layer_tensors(60))
+    assert v3.mtp_total == layer + 2 * 7168**2 + 3 * 7168
+    assert replace(v3, mtp=0).total == v3.total and replace(v3, mtp=0).mtp_total == 0
 
 
 @pytest.mark.parametrize("keys", VARIANTS, ids=str)

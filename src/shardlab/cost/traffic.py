@@ -1,7 +1,9 @@
 """What each rank hands to its collectives in one forward pass, and in the backward pass behind it.
 
 Exact in payload, call by call, for what `parallel.tensor.cut` and `parallel.grads.finish` do: two all-reduces a layer
-forward and two backward (Megatron-LM, arXiv:1909.08053, §3), and those of embedding, head and loss.
+forward and two backward (Megatron-LM, arXiv:1909.08053, §3), and those of embedding, head and loss. A block computed
+again has one more in backward: the sum of its attention, but not that of its feed-forward block, before which PyTorch
+stops since backward needs nothing behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of, padded
-from ..specs.check import whole
+from ..specs.check import recompute_mode, whole
 from ..specs.layout import layout_of
 from ..specs.units import binary
 from .bill import Bill, Row
@@ -58,6 +60,7 @@ class TrafficBill(Bill):
     seq: int
     dtype: Dtype
     collectives: tuple[Collective, ...]
+    recompute: str | None = None
 
     def where(self, op: str | None = None, phase: Phase | None = None) -> list[Collective]:
         """The collectives of that op and phase."""
@@ -81,7 +84,8 @@ class TrafficBill(Bill):
 
     @property
     def title(self) -> str:
-        return (f"{self.spec.name}, tp = {self.layout.tp}, {self.batch} × {self.seq} tokens, {self.dtype.name}: "
+        again = f", {self.recompute} recomputation" if self.recompute else ""
+        return (f"{self.spec.name}, tp = {self.layout.tp}, {self.batch} × {self.seq} tokens, {self.dtype.name}{again}: "
                 "handed to collectives by each rank")
 
     @property
@@ -99,28 +103,33 @@ class TrafficBill(Bill):
         """The bill as plain data: inputs, every collective with payload, wire and hops of one call, rows."""
         calls = [asdict(c) | {"wire": c.wire, "hops": c.hops} for c in self.collectives]
         inputs = {"model": self.spec.name, "tp": self.layout.tp, "batch": self.batch, "seq": self.seq,
-                  "dtype": self.dtype.name}
+                  "dtype": self.dtype.name, "recompute": self.recompute}
         return {**inputs, "collectives": calls, "payload": self.total(), "wire": self.wire(), **super().to_dict()}
 
 
 def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = "fp32", backward: bool = True,
-            head: Literal["loss", "logits"] = "loss") -> TrafficBill:
+            head: Literal["loss", "logits"] = "loss", recompute: str | None = None) -> TrafficBill:
     """The bill of one step on `batch` × `seq` tokens: a forward pass to the `head`, and `backward` from it.
 
     `head` "loss" ends in the vocabulary-parallel cross-entropy, "logits" in gathering the logits on every rank:
     `traffic(spec, layout, 1, 1, backward=False, head="logits")` is one token of generation. One rank has no traffic.
-    Raises ValueError on sizes below 1, an unknown dtype or head, and a layout that `spec` doesn't allow.
+    `recompute` None, "selective" or "full" is the model's: what backward computes again, with its collectives.
+    Raises ValueError on sizes below 1, an unknown dtype, head or mode, a model that is no Llama, and a layout that it doesn't
+    allow.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
     layout = layout_of(layout)
     layout.check(spec)
+    if spec.beyond_llama:
+        raise ValueError(f"{spec.name} has {spec.beyond_llama}: the traffic of the Llama kind alone is known")
     step = _Step(spec, layout.tp, whole("batch", batch) * whole("seq", seq), dtype_of(dtype))
+    full = recompute_mode(recompute) == "full"
     calls: list[Collective] = []
     if layout.tp > 1:
         calls += [*step.forward(), *(step.loss() if head == "loss" else step.logits())]
-        calls += [*step.backward(), *step.finish()] if backward else []
-    return TrafficBill(spec, layout, batch, seq, step.dtype, tuple(calls))
+        calls += [*step.backward(full), *step.finish()] if backward else []
+    return TrafficBill(spec, layout, batch, seq, step.dtype, tuple(calls), recompute)
 
 
 @dataclass(frozen=True)
@@ -138,9 +147,11 @@ class _Step:
         yield self._hidden("forward", "attention out", self.spec.layers)
         yield self._hidden("forward", "mlp out", self.spec.layers)
 
-    def backward(self) -> Iterator[Collective]:
-        """Sums of the gradients that the ranks have of what all of them read."""
+    def backward(self, again: bool) -> Iterator[Collective]:
+        """Sums of the gradients that the ranks have of what all of them read; of blocks computed again, before that."""
         yield self._hidden("backward", "head in", 1)
+        if again:
+            yield self._hidden("backward", "attention out, again", self.spec.layers)
         yield self._hidden("backward", "mlp in", self.spec.layers)
         yield self._hidden("backward", "attention in", self.spec.layers)
 

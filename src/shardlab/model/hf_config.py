@@ -40,6 +40,8 @@ def config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 def _model_type(spec: ModelSpec) -> str:
     """The model type whose layers have this spec's biases and norms."""
+    if spec.beyond_llama:
+        raise ValueError(f"{spec.name} has {spec.beyond_llama}: only models of the Llama kind are written")
     biases = (spec.attention_bias, spec.output_bias)
     if spec.qk_norm and not spec.mlp_bias and biases in ((False, False), (True, True)):
         return "qwen3"

@@ -1,12 +1,18 @@
-"""What a model and a layout are, in plain data. Standard library only."""
+"""What a model, a card, a link, a cluster and a layout are, in plain data. Standard library only."""
 
+from .attention import Compressed, Latent
+from .card import CardSpec, bundled_cards, find_card
 from .catalog import bundled_models, find_model
+from .cluster import ClusterSpec
 from .dtype import Dtype, dtype_of
+from .experts import Experts
 from .layout import Layout
+from .link import LinkSpec, bundled_links, find_link
 from .model import ModelSpec
 from .rope import RopeScaling
 from .storage import Format, Packed, format_of
 from .tensor import TensorSpec, padded
 
-__all__ = ["Dtype", "Format", "Layout", "ModelSpec", "Packed", "RopeScaling", "TensorSpec", "bundled_models",
-           "dtype_of", "find_model", "format_of", "padded"]
+__all__ = ["CardSpec", "ClusterSpec", "Compressed", "Dtype", "Experts", "Format", "Latent", "Layout", "LinkSpec",
+           "ModelSpec", "Packed", "RopeScaling", "TensorSpec", "bundled_cards", "bundled_links", "bundled_models",
+           "dtype_of", "find_card", "find_link", "find_model", "format_of", "padded"]

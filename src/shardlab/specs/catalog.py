@@ -6,8 +6,12 @@ import difflib
 import tomllib
 from importlib.resources import files
 
+from .attention import Compressed, Latent
+from .experts import Experts
 from .model import ModelSpec
 from .rope import RopeScaling
+
+_PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": Latent, "compressed": Compressed}
 
 
 def bundled_models() -> dict[str, dict]:
@@ -23,5 +27,5 @@ def find_model(name: str) -> ModelSpec:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)
         raise ValueError(f"no bundled model {name!r}: did you mean {' or '.join(near)}?")
     sizes = {key: value for key, value in known[name].items() if key not in ("source", "date")}
-    scaling = sizes.pop("rope_scaling", None)
-    return ModelSpec(name=name, rope_scaling=RopeScaling(**scaling) if scaling else None, **sizes)
+    parts = {key: kind(**sizes.pop(key)) for key, kind in _PARTS.items() if key in sizes}
+    return ModelSpec(name=name, **sizes, **parts)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .attention import Latent
 from .check import flag, number, whole
+from .dtype import dtype_of
+from .experts import Experts
 from .rope import read_rope
 
 
@@ -21,7 +24,8 @@ class _Family:
     """What differs between model types: which biases there are, and the defaults of keys left out.
 
     `attention_bias` is "qkv" (always on q, k, v, never on o) or "key" (on all four if the key `attention_bias` says so)
-    or None (never). `head_dim` None stands for hidden_size / num_attention_heads.
+    or "on" (the same, and on if the key is left out) or None (never). `head_dim` None stands for hidden_size /
+    num_attention_heads. `window` is what `sliding_window` defaults to where every layer has it.
     """
 
     max_positions: int
@@ -30,18 +34,21 @@ class _Family:
     qk_norm: bool = False
     head_dim: int | None = None
     kv_heads_optional: bool = False
-    window: bool = False
+    window: int | None = None
+    rope_theta: float = 10000.0
 
 
 _FAMILIES = {
     "llama": _Family(2048, attention_bias="key", mlp_bias=True, kv_heads_optional=True),
-    "mistral": _Family(131072, window=True),
+    "mistral": _Family(131072, window=4096),
     "qwen2": _Family(32768, attention_bias="qkv"),
     "qwen3": _Family(32768, attention_bias="key", qk_norm=True, head_dim=128),
+    "mixtral": _Family(131072, rope_theta=1e6),
+    "qwen3_moe": _Family(32768, attention_bias="key", qk_norm=True),
+    "deepseek_v3": _Family(4096, attention_bias="key", kv_heads_optional=True),
+    "gpt_oss": _Family(131072, attention_bias="on", head_dim=64, rope_theta=150000.0),
 }
-_SUPPORTED = f"supported are dense decoders of model_type {', '.join(_FAMILIES)}"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_LATENT = ("kv_lora_rank", "q_lora_rank")
 
 
 def load_config(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -64,67 +71,148 @@ def load_config(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any
 
 def read_config(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a ModelSpec (all but its name) from a Hugging Face config. Raises ValueError naming the key."""
-    family = _family(config)
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    max_positions = whole("max_position_embeddings", config.get("max_position_embeddings", family.max_positions))
-    rope_theta, rope_scaling = read_rope(config, max_positions)
-    bias = family.attention_bias == "qkv" or (family.attention_bias == "key" and _flag(config, "attention_bias"))
-    return dict(
-        hidden=hidden, layers=_size(config, "num_hidden_layers"), heads=heads,
-        kv_heads=_kv_heads(config, family, heads), head_dim=_head_dim(config, family, hidden, heads),
-        ffn=_size(config, "intermediate_size"),
-        vocab=_size(config, "vocab_size"), tied=_flag(config, "tie_word_embeddings"),
-        attention_bias=bias, output_bias=bias and family.attention_bias == "key",
-        mlp_bias=family.mlp_bias and _flag(config, "mlp_bias"), qk_norm=family.qk_norm,
-        norm_eps=number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)), rope_theta=rope_theta,
-        rope_scaling=rope_scaling, max_positions=max_positions,
-        torch_dtype=config.get("dtype") or config.get("torch_dtype"))
-
-
-def _family(config: dict[str, Any]) -> _Family:
-    """The config's model type, once everything that the model here can't compute has been refused."""
-    for keys, what in ((_EXPERTS, "a mixture of experts"), (_LATENT, "multi-head latent attention")):
-        for key in keys:
-            if config.get(key):
-                raise ValueError(f"{key} = {config[key]}: {what} is not supported; {_SUPPORTED}")
     kind = config.get("model_type")
     if kind is None:
         raise ValueError("the config lacks the key 'model_type'")
+    if kind == "gpt2":
+        return _read_gpt2(config)
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise ValueError(f"model_type = {kind!r} is not supported; {_SUPPORTED}")
+        raise ValueError(f"model_type = {kind!r} is not supported; supported are decoders of model_type "
+                         f"{', '.join([*_FAMILIES, 'gpt2'])}")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ValueError(f"hidden_act = {act!r} is not supported: the feed-forward block gates with 'silu'")
-    if window := _window(config, _FAMILIES[kind]):
-        raise ValueError(f"{window}: a sliding window is not supported; every layer attends to all tokens before")
-    return _FAMILIES[kind]
+    return _read_llama(config, kind, _FAMILIES[kind]) | _read_kind(config, kind)
 
 
-def _window(config: dict[str, Any], family: _Family) -> str:
-    """The keys that put a sliding window to use, with their values; "" where there are none."""
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"layer_types must be a list of words, not {kinds!r}")
-    if types := sorted({str(t) for t in kinds} - {"full_attention"}):
-        return f"layer_types has {', '.join(types)}"
-    window = config.get("sliding_window", 4096)  # the default where the key is left out, of all types that have it
-    if family.window and window is not None:
-        return f"sliding_window = {window}" + ("" if "sliding_window" in config else " (its default)")
-    if not config.get("use_sliding_window") or window is None or kinds:
-        return ""
-    first = whole("max_window_layers", config.get("max_window_layers", 28), 0)
-    if first < _size(config, "num_hidden_layers"):
-        return f"use_sliding_window = true, sliding_window = {window}, from layer {first} on"
-    return ""
+def _read_llama(config: dict[str, Any], kind: str, family: _Family) -> dict[str, Any]:
+    """What all model types but gpt2 say alike."""
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    max_positions = whole("max_position_embeddings", config.get("max_position_embeddings", family.max_positions))
+    rope_theta, rope_scaling = read_rope({"rope_theta": family.rope_theta} | config, max_positions)
+    bias = {"qkv": True, None: False}.get(family.attention_bias, _flag(config, "attention_bias",
+                                                                       family.attention_bias == "on"))
+    window, windowed = _window(config, family, _size(config, "num_hidden_layers"))
+    eps = number("rms_norm_eps", config.get("rms_norm_eps", 1e-5 if kind in ("mixtral", "gpt_oss") else 1e-6))
+    return dict(
+        hidden=hidden, layers=_size(config, "num_hidden_layers"), heads=heads,
+        kv_heads=_kv_heads(config, family, heads), head_dim=_head_dim(config, family, hidden, heads),
+        ffn=_size(config, "intermediate_size"), vocab=_size(config, "vocab_size"),
+        tied=_flag(config, "tie_word_embeddings"), attention_bias=bias,
+        output_bias=bias and family.attention_bias in ("key", "on"),
+        mlp_bias=family.mlp_bias and _flag(config, "mlp_bias"), qk_norm=family.qk_norm, norm_eps=eps,
+        rope_theta=rope_theta, rope_scaling=rope_scaling, max_positions=max_positions,
+        torch_dtype=_torch_dtype(config), stored=_stored(config), window=window, windowed_layers=windowed)
 
 
-def _size(config: dict[str, Any], key: str) -> int:
+def _read_kind(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Experts, latent attention and what else a model type has of its own."""
+    if kind == "mixtral":
+        return {"experts": Experts(routed=_size(config, "num_local_experts"),
+                                   active=_size(config, "num_experts_per_tok"), ffn=_size(config, "intermediate_size"))}
+    if kind == "qwen3_moe":
+        return {"experts": Experts(routed=_size(config, "num_experts"), active=_size(config, "num_experts_per_tok"),
+                                   ffn=_size(config, "moe_intermediate_size"), first_dense=_dense_layers(config))}
+    if kind == "deepseek_v3":
+        return _read_deepseek(config)
+    if kind == "gpt_oss":
+        experts = Experts(routed=_size(config, "num_local_experts"), active=_size(config, "num_experts_per_tok"),
+                          ffn=_size(config, "intermediate_size"), bias=True)
+        return {"experts": experts, "sinks": True}
+    for key in _EXPERTS:
+        if config.get(key):
+            raise ValueError(f"{key} = {config[key]}: model_type {kind!r} has no experts; mixtral, qwen3_moe, "
+                             "deepseek_v3 and gpt_oss have")
+    return {}
+
+
+def _read_deepseek(config: dict[str, Any]) -> dict[str, Any]:
+    if "q_lora_rank" not in config:
+        raise ValueError("the config lacks the key 'q_lora_rank' (null: queries are not compressed)")
+    latent = Latent(kv_rank=_size(config, "kv_lora_rank"), rope_dim=_size(config, "qk_rope_head_dim"),
+                    nope_dim=_size(config, "qk_nope_head_dim"), value_dim=_size(config, "v_head_dim"),
+                    q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"))
+    experts = Experts(routed=_size(config, "n_routed_experts"), active=_size(config, "num_experts_per_tok"),
+                      ffn=_size(config, "moe_intermediate_size"), shared=_size(config, "n_shared_experts", 0),
+                      first_dense=_size(config, "first_k_dense_replace", 0), routing_bias=True)
+    mtp = whole("num_nextn_predict_layers", config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)), 0)
+    return {"latent": latent, "experts": experts, "mtp": mtp, "head_dim": latent.nope_dim + latent.rope_dim}
+
+
+def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2: learned positions, LayerNorm, biases everywhere, no gate, a tied head."""
+    hidden, heads = _size(config, "n_embd"), _size(config, "n_head")
+    inner = config.get("n_inner")
+    return dict(
+        hidden=hidden, layers=_size(config, "n_layer"), heads=heads, kv_heads=heads,
+        head_dim=_head_dim(config, _Family(0), hidden, heads),
+        ffn=4 * hidden if inner is None else whole("n_inner", inner), vocab=_size(config, "vocab_size"),
+        tied=_flag(config, "tie_word_embeddings", True), attention_bias=True, output_bias=True, mlp_bias=True,
+        norm_eps=number("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        max_positions=_size(config, "n_positions"), torch_dtype=_torch_dtype(config), stored=_stored(config),
+        learned_positions=True, layer_norm=True, gated=False)
+
+
+def _torch_dtype(config: dict[str, Any]) -> str | None:
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _stored(config: dict[str, Any]) -> str | None:
+    """The format of the published weights, where the config tells."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return dtype_of(_torch_dtype(config)).name if _torch_dtype(config) else None
+    method = quantised.get("quant_method")
+    if method == "fp8" and quantised.get("weight_block_size") == [128, 128]:
+        return "fp8"
+    if method == "mxfp4":
+        return "mxfp4"
+    raise ValueError(f"quantization_config = {quantised} is not known; known are quant_method fp8 with "
+                     "weight_block_size [128, 128], and mxfp4: without the key, the model's sizes are read")
+
+
+def _dense_layers(config: dict[str, Any]) -> int:
+    """How many layers come before those with experts: what `mlp_only_layers` and `decoder_sparse_step` say."""
+    only, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if step != 1:
+        raise ValueError(f"decoder_sparse_step = {step} is not supported: experts are in every layer after the first "
+                         "dense ones")
+    if sorted(only) != list(range(len(only))):
+        raise ValueError(f"mlp_only_layers = {only} is not supported: dense layers come first")
+    return len(only)
+
+
+def _window(config: dict[str, Any], family: _Family, layers: int) -> tuple[int | None, int]:
+    """(window, how many layers have it), as transformers reads it; (None, 0) where every layer attends to all."""
+    kinds = config.get("layer_types")
+    if kinds is None and config.get("model_type") == "gpt_oss":
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    window = config.get("sliding_window", family.window or (128 if config.get("model_type") == "gpt_oss" else 4096))
+    if kinds is not None:
+        windowed = _windowed(kinds, layers)
+    elif config.get("model_type") in ("mistral", "mixtral"):
+        windowed = layers if config.get("sliding_window", family.window) is not None else 0
+    elif config.get("use_sliding_window") and window is not None:
+        windowed = max(0, layers - whole("max_window_layers", config.get("max_window_layers", 28), 0))
+    else:
+        windowed = 0
+    return (whole("sliding_window", window), windowed) if windowed else (None, 0)
+
+
+def _windowed(kinds: object, layers: int) -> int:
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= known:
+        raise ValueError(f"layer_types must name {layers} layers, each {' or '.join(sorted(known))}, not {kinds!r}")
+    return kinds.count("sliding_attention")
+
+
+def _size(config: dict[str, Any], key: str, least: int = 1) -> int:
     if config.get(key) is None:
         raise ValueError(f"the config lacks the key {key!r}")
-    return whole(key, config[key])
+    return whole(key, config[key], least)
 
 
-def _flag(config: dict[str, Any], key: str) -> bool:
-    return flag(key, config.get(key, False))
+def _flag(config: dict[str, Any], key: str, default: bool = False) -> bool:
+    return flag(key, config.get(key, default))
 
 
 def _kv_heads(config: dict[str, Any], family: _Family, heads: int) -> int:

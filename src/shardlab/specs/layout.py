@@ -32,7 +32,8 @@ class Layout:
         """Raise ValueError where `spec` can't be laid out so, with the numbers and the degrees that would do.
 
         Attention is cut by heads: tp divides the heads, and divides the KV heads or is a multiple of them (then several
-        ranks hold the same KV head). The feed-forward block and the vocabulary are padded and ask for nothing.
+        ranks hold the same KV head). Latent attention has no KV heads to cut. Feed-forward blocks (each
+        expert's too) and the vocabulary are padded and ask for nothing.
         """
         if not hasattr(spec, "kv_heads"):
             raise TypeError(f"a layout cuts a ModelSpec, not {spec!r}: find_model('llama-3.1-70b') gives a bundled "
@@ -52,4 +53,8 @@ def layout_of(layout: Layout | None) -> Layout:
 
 
 def _fits(spec: ModelSpec, tp: int) -> bool:
+    if spec.latent:  # what the cache holds is whole on every rank
+        return spec.heads % tp == 0
+    if spec.compressed:
+        return spec.heads % tp == 0 and spec.compressed.out_groups % tp == 0
     return spec.heads % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0)

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .attention import Compressed, Latent, grouped
 from .check import flag, number, whole
 from .config import load_config, read_config
+from .experts import Experts, feed_forward
 from .rope import RopeScaling
-from .tensor import Cut, TensorSpec
+from .tensor import TensorSpec, linear, norm
 
-GROUPS = ("embedding", "attention", "mlp", "norms", "head")
+GROUPS = ("embedding", "attention", "mlp", "experts", "shared", "router", "norms", "head")
+Counted = tuple[tuple[int, TensorSpec], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The sizes of a decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU (Llama, Qwen, …).
+    """The sizes of a decoder-only transformer, in elements.
 
-    Sizes are in elements: `hidden` of the residual stream, `ffn` of the feed-forward block's inside, `head_dim` of one
-    head. `attention_bias` is the bias of q, k and v, `output_bias` that of the attention's output projection, `qk_norm`
-    an RMSNorm of head_dim on queries and keys, `tied` a head that shares the embedding's weight. `max_positions` is the
-    context the model was made for, `torch_dtype` what its weights are published in. Raises ValueError on sizes that
-    are no whole numbers above 0, on KV heads that don't divide the heads, on an odd head_dim (RoPE turns pairs).
+    `hidden` of the residual stream, `ffn` of the inside of a dense feed-forward block, `head_dim` of one head;
+    `kv_heads` as many as heads are MHA, one is MQA, between them GQA. Without more it is a Llama: RMSNorm, RoPE,
+    SwiGLU.
+    `attention_bias` is the bias of q, k and v, `output_bias` that of the attention's output projection, `qk_norm` an
+    RMSNorm of head_dim on queries and keys, `tied` a head that shares the embedding's weight.
+
+    `experts` replaces the feed-forward block, `latent` or `compressed` the attention. `windowed_layers` of the layers
+    attend to the last `window` tokens only, `sinks` is one more number a head there (gpt-oss). `mtp` modules, each a
+    further layer, predict tokens beyond the next (DeepSeek-V3, arXiv:2412.19437, §2.2); no count has them unless it
+    says so. GPT-2 has `learned_positions`, `layer_norm` (with biases) and is not `gated`.
+
+    `max_positions` is the context the model was made for, `torch_dtype` what it computes in, `stored` the format
+    (`format_of`) that its weights are published in. Raises ValueError on sizes that are no whole numbers above 0, on KV
+    heads that don't divide the heads, on an odd head_dim (RoPE turns pairs).
     """
 
     name: str = "model"
@@ -44,29 +57,65 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     max_positions: int = 2048
     torch_dtype: str | None = None
+    stored: str | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
+    compressed: Compressed | None = None
+    mtp: int = 0
+    window: int | None = None
+    windowed_layers: int = 0
+    sinks: bool = False
+    learned_positions: bool = False
+    layer_norm: bool = False
+    gated: bool = True
 
     def __post_init__(self):
         for size in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
             whole(size, getattr(self, size))
-        for choice in ("tied", "attention_bias", "output_bias", "mlp_bias", "qk_norm"):
+        for choice in ("tied", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "sinks", "learned_positions",
+                       "layer_norm", "gated"):
             flag(choice, getattr(self, choice))
-        number("norm_eps", self.norm_eps)
-        number("rope_theta", self.rope_theta)
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise ValueError(f"rope_scaling must be a RopeScaling or None, not {self.rope_scaling!r}")
+        for size in ("norm_eps", "rope_theta"):
+            number(size, getattr(self, size))
+        for field, kind in (("rope_scaling", RopeScaling), ("experts", Experts), ("latent", Latent),
+                            ("compressed", Compressed)):
+            if not isinstance(getattr(self, field), kind | None):
+                raise ValueError(f"{field} must be a {kind.__name__} or None, not {getattr(self, field)!r}")
+        self._check_heads()
+        self._check_layers()
+
+    def _check_heads(self) -> None:
         if self.rope_theta <= 1:
             raise ValueError(f"rope_theta = {self.rope_theta:g} must be above 1: RoPE's frequencies are its powers")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads don't divide {self.heads} heads: each serves equally many")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} must be even: RoPE turns pairs of numbers")
+        if self.latent and self.compressed:
+            raise ValueError("attention is latent or compressed, not both")
+        if self.compressed and self.heads % self.compressed.out_groups:
+            raise ValueError(f"out_groups = {self.compressed.out_groups} doesn't divide {self.heads} heads")
+
+    def _check_layers(self) -> None:
+        whole("mtp", self.mtp, 0)
+        whole("windowed_layers", self.windowed_layers, 0)
+        if self.window is not None:
+            whole("window", self.window)
+        if bool(self.windowed_layers) != bool(self.window):
+            raise ValueError(f"window = {self.window} and windowed_layers = {self.windowed_layers}: give both or none")
+        groups = {"windowed_layers": self.windowed_layers,
+                  "first_dense": self.experts.first_dense if self.experts else 0,
+                  "layers of compressed.ratios": sum(n for _, n in self.compressed.ratios) if self.compressed else 0}
+        for name, some in groups.items():
+            if some > self.layers:
+                raise ValueError(f"{name} = {some} are more than the model's {self.layers} layers")
 
     @classmethod
     def from_config(cls, source: str | Path | dict[str, Any]) -> ModelSpec:
         """The spec of a Hugging Face config: a folder with a config.json, such a file, or its content as a dict.
 
-        Reads model_type llama, mistral (without its window), qwen2 and qwen3 as transformers 5.24 does. Raises
-        ValueError, naming the key, on a missing size, on a broken file and on what is not supported.
+        Reads model_type llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss and gpt2 as transformers
+        5.24 does. Raises ValueError, naming the key, on a missing size, on a broken file and on what is not supported.
         """
         name, config = load_config(source)
         return cls(name=name, **read_config(config))
@@ -74,58 +123,123 @@ class ModelSpec:
     @property
     def parameters(self) -> dict[str, int]:
         """Parameters in each group of tensors; a tied head is counted once, under embedding."""
-        counts = dict.fromkeys(GROUPS, 0)
-        for times, tensor in self.counted():
-            counts[tensor.group] += times * tensor.size
-        return counts
+        return self._sums(self.counted())
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """All parameters that have to be resident, MTP modules left out."""
         return sum(self.parameters.values())
 
-    def counted(self) -> Iterator[tuple[int, TensorSpec]]:
+    @property
+    def active_parameters(self) -> dict[str, int]:
+        """Parameters in each group that one token uses: of the routed experts, those it is sent to."""
+        counts = self.parameters
+        if self.experts:
+            counts["experts"] = counts["experts"] // self.experts.routed * self.experts.active
+        return counts
+
+    @property
+    def active(self) -> int:
+        """All parameters that one token uses, the whole embedding included (of which it reads one row)."""
+        return sum(self.active_parameters.values())
+
+    @property
+    def beyond_llama(self) -> str:
+        """What it has that the plain model of this library does not compute, in words; "" if there is nothing."""
+        has = {"experts": self.experts, "latent attention": self.latent, "compressed attention": self.compressed,
+               "a sliding window": self.window, "attention sinks": self.sinks,
+               "learned positions": self.learned_positions, "LayerNorm": self.layer_norm,
+               "a feed-forward block without a gate": not self.gated}
+        return ", ".join(name for name, value in has.items() if value)
+
+    @property
+    def mtp_total(self) -> int:
+        """Parameters of the MTP modules, which share the model's embedding and head."""
+        return sum(self._sums(self.mtp_counted()).values())
+
+    def counted(self) -> Counted:
         """(how many there are, tensor) for each different weight; a layer's names lack their "layers.N."."""
-        yield from ((1, tensor) for tensor in (*self.first_tensors(), *self.last_tensors()))
-        yield from ((self.layers, tensor) for tensor in self.layer_tensors())
+        return self._counted
+
+    @cached_property
+    def _counted(self) -> Counted:
+        ends = [(1, tensor) for tensor in (*self.first_tensors(), *self.last_tensors())]
+        return (*ends, *((len(layers) * times, tensor) for layers, kind in self.kinds() for times, tensor in kind))
+
+    def mtp_counted(self) -> Counted:
+        """The same for the MTP modules: each is a layer of the last kind, two norms and a projection before it."""
+        if not self.mtp:
+            return ()
+        h = self.hidden
+        own = [*norm("enorm", h), *norm("hnorm", h), *norm("shared_head.norm", h),
+               *linear("eh_proj", (h, 2 * h), "head", "whole")]
+        return (*((self.mtp * times, tensor) for times, tensor in self.kinds()[-1][1]), *((self.mtp, t) for t in own))
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Every weight, in the model's order, under its Hugging Face name without the leading "model."."""
         yield from self.first_tensors()
-        for layer in range(self.layers):
-            for tensor in self.layer_tensors():
-                yield tensor._replace(name=f"layers.{layer}.{tensor.name}")
+        for layers, _ in self.kinds():
+            for layer in layers:
+                for tensor in self.layer_tensors(layer):
+                    yield tensor._replace(name=f"layers.{layer}.{tensor.name}")
         yield from self.last_tensors()
 
     def first_tensors(self) -> list[TensorSpec]:
         """The weights before the layers."""
-        return [TensorSpec("embed_tokens.weight", (self.vocab, self.hidden), "embedding", "vocab")]
+        out = [TensorSpec("embed_tokens.weight", (self.vocab, self.hidden), "embedding", "vocab")]
+        if self.learned_positions:
+            out.append(TensorSpec("embed_positions.weight", (self.max_positions, self.hidden), "embedding", "whole"))
+        return out
 
     def last_tensors(self) -> list[TensorSpec]:
         """The weights after the layers; a tied head is the embedding's weight and not listed again."""
         head = [] if self.tied else [TensorSpec("lm_head.weight", (self.vocab, self.hidden), "head", "vocab")]
-        return [TensorSpec("norm.weight", (self.hidden,), "norms", "whole"), *head]
+        return [*norm("norm", self.hidden, bias=self.layer_norm), *head]
 
-    def layer_tensors(self) -> list[TensorSpec]:
-        """The weights of one layer."""
-        h, d, ffn = self.hidden, self.head_dim, self.ffn
-        query, key = self.heads * d, self.kv_heads * d
-        out = [TensorSpec("input_layernorm.weight", (h,), "norms", "whole")]
-        out += _linear("self_attn.q_proj", (query, h), "attention", "column", self.attention_bias, unit=d)
-        for name in ("k", "v"):
-            out += _linear(f"self_attn.{name}_proj", (key, h), "attention", "kv_heads", self.attention_bias, unit=d)
-        out += _linear("self_attn.o_proj", (h, query), "attention", "row", self.output_bias, unit=d)
-        if self.qk_norm:
-            out += [TensorSpec(f"self_attn.{name}_norm.weight", (d,), "norms", "shared") for name in "qk"]
-        out += [TensorSpec("post_attention_layernorm.weight", (h,), "norms", "whole")]
-        for name in ("gate", "up"):
-            out += _linear(f"mlp.{name}_proj", (ffn, h), "mlp", "column", self.mlp_bias)
-        return out + _linear("mlp.down_proj", (h, ffn), "mlp", "row", self.mlp_bias)
+    def layer_tensors(self, layer: int = 0) -> list[TensorSpec]:
+        """The weights of one layer, each expert's by its number."""
+        kind = next(kind for layers, kind in self.kinds() if layer in layers)
+        out = []
+        for times, tensor in kind:
+            if tensor.group != "experts":
+                out.append(tensor)
+            else:
+                out += [tensor._replace(name=tensor.name.replace("experts.", f"experts.{e}.")) for e in range(times)]
+        return out
 
+    def kinds(self) -> list[tuple[range, list[tuple[int, TensorSpec]]]]:
+        """The kinds of layers: which layers, and (how many in a layer, tensor) for each different weight.
 
-def _linear(name: str, shape: tuple[int, int], group: str, cut: Cut, bias: bool, unit: int = 1) -> list[TensorSpec]:
-    """A weight (out, in) and, if there is one, its bias (out): cut with the outputs, whole where the inputs are cut."""
-    weight = TensorSpec(f"{name}.weight", shape, group, cut, unit)
-    if not bias:
-        return [weight]
-    return [weight, TensorSpec(f"{name}.bias", shape[:1], group, "whole" if cut == "row" else cut, unit)]
+        One kind, or dense layers first and then those with experts.
+        """
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> list[tuple[range, list[tuple[int, TensorSpec]]]]:
+        dense = self.experts.first_dense if self.experts else self.layers
+        kinds = [(range(dense), self._layer(self._dense()))] if dense else []
+        if self.experts and dense < self.layers:
+            kinds.append((range(dense, self.layers), self._layer(self._mixture(self.experts))))
+        return kinds
+
+    def _layer(self, block: list[tuple[int, TensorSpec]]) -> list[tuple[int, TensorSpec]]:
+        kind = self.latent or self.compressed
+        attention = kind.tensors(self) if kind else grouped(self)
+        before, after = (norm(name, self.hidden, bias=self.layer_norm)
+                         for name in ("input_layernorm", "post_attention_layernorm"))
+        return [*((1, tensor) for tensor in (*before, *attention, *after)), *block]
+
+    def _dense(self) -> list[tuple[int, TensorSpec]]:
+        return [(1, t) for t in feed_forward("mlp", self.hidden, self.ffn, "mlp", self.mlp_bias, self.gated)]
+
+    def _mixture(self, experts: Experts) -> list[tuple[int, TensorSpec]]:
+        h = self.hidden
+        return [*((1, t) for t in experts.router(h)), *((experts.routed, t) for t in experts.one(h)),
+                *((1, t) for t in experts.sharing(h))]
+
+    @staticmethod
+    def _sums(counted: Counted) -> dict[str, int]:
+        counts = dict.fromkeys(GROUPS, 0)
+        for times, tensor in counted:
+            counts[tensor.group] += times * tensor.size
+        return counts

@@ -51,3 +51,18 @@ class TensorSpec(NamedTuple):
         if self.cut in ("shared", "whole"):
             return p
         return max(1, p * self.unit // self.shape[0]) if self.cut == "kv_heads" else 1
+
+
+def linear(name: str, shape: tuple[int, int], group: str, cut: Cut, bias: bool = False, unit: int = 1
+           ) -> list[TensorSpec]:
+    """A weight (out, in) and, if there is one, its bias (out): cut with the outputs, whole where the inputs are cut."""
+    weight = TensorSpec(f"{name}.weight", shape, group, cut, unit)
+    if not bias:
+        return [weight]
+    return [weight, TensorSpec(f"{name}.bias", shape[:1], group, "whole" if cut == "row" else cut, unit)]
+
+
+def norm(name: str, size: int, cut: Cut = "whole", bias: bool = False) -> list[TensorSpec]:
+    """The weight of a norm over `size` numbers, and the bias that LayerNorm has."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [TensorSpec(f"{name}.{kind}", (size,), "norms", cut) for kind in kinds]
