@@ -15,10 +15,10 @@ CASES = [(2, {}), (4, {}), (3, dict(kv_heads=3)), (4, dict(kv_heads=2, attention
          (3, dict(kv_heads=1, output_bias=True, mlp_bias=True)), (1, {})]
 
 
-def step(group, spec, dtype):
+def step(group, spec, dtype, recompute=None):
     """A forward and a backward, recorded; then the bytes this rank holds."""
     group = mesh.build(tp=group.size()).get_group("tp")
-    model = tensor.cut(Transformer(spec).to(dtype), group)
+    model = tensor.cut(Transformer(spec, recompute).to(dtype), group)
     tokens = torch.randint(0, spec.vocab, (2, 7), generator=torch.Generator().manual_seed(0))
     with comm.record() as train:
         model.loss(tokens, tokens.roll(-1, 1)).backward()
@@ -70,3 +70,17 @@ def test_two_all_reduces_a_layer_each_way(pool):
     block = 2 * 7 * spec.hidden * 4
     for phase in ("forward", "backward"):
         assert counted.count(("tp", "all_reduce", phase, block)) == 2 * spec.layers + 1  # and one of embedding or head
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("p,sizes", CASES[1:5])
+def test_counted_equals_predicted_with_recomputation(pool, p, sizes, recompute):
+    """A block computed again sums its attention again, in backward; its feed-forward block's sum isn't needed there."""
+    spec, layout = ModelSpec(**(SIZES | sizes)), Layout(tp=p)
+    bill = traffic(spec, layout, batch=2, seq=7, recompute=recompute)
+    more = bill.count() - traffic(spec, layout, batch=2, seq=7).count()
+    assert more == (spec.layers if recompute == "full" else 0)
+    for counted in pool(p).run(step, spec, torch.float32, recompute):
+        assert counted["train"] == predicted(bill, "forward", "backward")
+        assert counted["finish"] == predicted(bill, "finish")
+        assert counted["infer"] == predicted(traffic(spec, layout, 2, 7, backward=False, head="logits"), "forward")

@@ -4,8 +4,6 @@ Sizes don't divide (FFN 90, vocabulary 101), weights are distinct by position, b
 initial values, and both plain SGD and AdamW are stepped (Adam forgives a constant factor in a gradient).
 """
 
-import copy
-
 import pytest
 import torch
 
@@ -31,15 +29,18 @@ CASES = {
 RUNS = [pytest.param(spec, p, id=f"{name}-{p}") for name, (spec, worlds) in CASES.items() for p in worlds]
 
 
-def twins(sizes, group, frozen=()):
+def twins(sizes, group, frozen=(), recompute=None):
     """The plain model and the same one cut, from one seed, with every weight (biases and norms too) distinct."""
     torch.manual_seed(0)
     plain = Transformer(ModelSpec(**(SIZES | sizes))).double()
     for parameter in plain.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    for name in frozen:
-        plain.get_parameter(name).requires_grad_(False)
-    return plain, tensor.cut(copy.deepcopy(plain), group)
+    twin = Transformer(plain.spec, recompute).double()
+    twin.load_state_dict(plain.state_dict())
+    for model in (plain, twin):
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+    return plain, tensor.cut(twin, group)
 
 
 def batch(vocab, step=0):
@@ -68,8 +69,8 @@ def distances(plain, cut, of):
     return max((a - b).abs().max().item() for a, b in pairs) / largest
 
 
-def compare(group, sizes, frozen=(), optimizer="sgd", steps=3):
-    plain, cut = twins(sizes, group, frozen)
+def compare(group, sizes, frozen=(), optimizer="sgd", steps=3, recompute=None):
+    plain, cut = twins(sizes, group, frozen, recompute)
     kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
     optimizers = [kinds[optimizer](model.parameters()) for model in (plain, cut)]
     worst = {"loss": 0.0, "logits": 0.0, "gradients": 0.0}
@@ -104,6 +105,20 @@ FROZEN = [("embed_tokens.weight",), ("layers.0.self_attn.o_proj.weight", "layers
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_weights_stay_frozen_and_the_rest_is_trained(pool, frozen):
     for worst in pool(2).run(compare, dict(tied=len(frozen) == 1, kv_heads=1), frozen):
+        assert max(worst.values()) < 1e-9, worst
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("p,optimizer", [(2, "sgd"), (3, "adamw"), (4, "sgd"), (4, "adamw")])
+def test_a_cut_model_that_computes_again_is_the_plain_one_that_keeps(pool, p, optimizer, recompute):
+    for worst in pool(p).run(compare, dict(qk_norm=True, tied=True, **BIASES), (), optimizer, 2, recompute):
+        assert max(worst.values()) < 1e-9, worst
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_weights_and_recomputation(pool, frozen, recompute):
+    for worst in pool(2).run(compare, dict(tied=len(frozen) == 1, kv_heads=1), frozen, "sgd", 2, recompute):
         assert max(worst.values()) < 1e-9, worst
 
 

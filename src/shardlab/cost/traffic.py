@@ -114,8 +114,8 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
     `head` "loss" ends in the vocabulary-parallel cross-entropy, "logits" in gathering the logits on every rank:
     `traffic(spec, layout, 1, 1, backward=False, head="logits")` is one token of generation. One rank has no traffic.
     `recompute` None, "selective" or "full" is the model's: what backward computes again, with its collectives.
-    Raises ValueError on sizes below 1, an unknown dtype, head or mode, a model that is no Llama, and a layout that it doesn't
-    allow.
+    Raises ValueError on sizes below 1, an unknown dtype, head or mode, a model that is no Llama, and a layout that it
+    doesn't allow.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")

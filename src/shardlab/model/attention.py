@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import call
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..specs import ModelSpec
 from .cache import LayerCache
+from .recompute import Run
 from .rope import rotate
 
 
@@ -29,19 +32,30 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None,
+        run: Run = call,
     ) -> torch.Tensor:
-        """x (batch, seq, hidden), with cos and sin from `rope.table` → (batch, seq, hidden)."""
+        """x (batch, seq, hidden), with cos and sin from `rope.table` → (batch, seq, hidden).
+
+        `run(core, *args)` calls the part that has no weights.
+        """
         batch, seq, _ = x.shape
         q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        y = attend(q, k, v)
+        y = run(core, q, k, v, cos, sin, cache)
         return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+def core(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None
+) -> torch.Tensor:
+    """The part of attention that has no weights: (batch, heads, seq, head_dim), of KV heads for k and v, → as q."""
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if cache is not None:
+        k, v = cache.append(k, v)
+    return attend(q, k, v)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

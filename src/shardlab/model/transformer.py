@@ -17,13 +17,15 @@ from .cache import KVCache, LayerCache
 from .generate import greedy
 from .head import Head
 from .mlp import MLP
+from .recompute import runs
 
 
 class Block(nn.Module):
     """Attention, then the feed-forward block, each on a normed copy of the stream and added back to it."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, recompute: str | None = None):
         super().__init__()
+        self.run, self.run_core = runs(recompute)
         self.input_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.self_attn = make_attention(spec)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
@@ -33,7 +35,10 @@ class Block(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """(batch, seq, hidden) → (batch, seq, hidden)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return self.run(self._forward, x, cos, sin, cache)
+
+    def _forward(self, x, cos, sin, cache):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, self.run_core)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -51,16 +56,20 @@ class Transformer(nn.Module):
     """The model that `spec` describes. Weights come from `checkpoint.load` or `initialise`, not from the constructor.
 
     Built under `torch.device("meta")` it takes no memory until then. Tied embeddings are one parameter of two names.
+    `recompute` says what training computes twice, to keep less: nothing, the attention cores ("selective") or the
+    blocks ("full"); see `recompute`. Raises ValueError on another mode, and on a model that is no Llama.
     """
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, recompute: str | None = None):
+        if spec.beyond_llama:
+            raise ValueError(f"{spec.name} has {spec.beyond_llama}: the plain model computes the Llama kind alone")
         super().__init__()
         self.spec = spec
         table = torch.empty(spec.vocab, spec.hidden)
         if not table.is_meta:  # normal_ on the meta device would import torch's compiler, two seconds on every rank
             table.normal_()
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden, _weight=table)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(Block(spec, recompute) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.lm_head = Head(spec.hidden, spec.vocab)
         if spec.tied:

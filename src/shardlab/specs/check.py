@@ -22,3 +22,10 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, not {value!r}")
     return value
+
+
+def recompute_mode(value: object) -> str | None:
+    """`value` if it says what backward computes again: None, "selective" or "full"; ValueError naming them if not."""
+    if value is not None and value not in ("selective", "full"):
+        raise ValueError(f"recompute must be None, 'selective' or 'full', not {value!r}")
+    return value  # type: ignore[return-value]
