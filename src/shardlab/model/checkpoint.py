@@ -43,9 +43,9 @@ def load(model: Transformer, folder: str | Path, device: torch.device | str = "c
         materialise(model, device)
         read = 0
         for (_, parameter), (first, *copies) in zip(distinct(model), sources, strict=True):
-            read += _fill(parameter, stored.slice(first))
+            read += _fill(parameter, stored.tensor(first))
             for copy in copies:
-                part = _part(parameter, stored.slice(copy))
+                part = _part(parameter, stored.tensor(copy))
                 read += part.nbytes
                 if not torch.equal(_held(parameter), part.to(parameter)):
                     raise ValueError(
@@ -89,7 +89,7 @@ def _match(model: Transformer, stored: Stored) -> list[list[str]]:
     unexpected = sorted(name for name in stored.names - known if not name.endswith(".rotary_emb.inv_freq"))
     shapes = []
     for (_, shape), found in zip(wanted, sources, strict=True):
-        actual = {name: tuple(stored.slice(name).get_shape()) for name in found}
+        actual = {name: tuple(stored.tensor(name).shape) for name in found}
         shapes += [f"{name} is {actual[name]}, not {shape}" for name in found if actual[name] != shape]
     problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if listed := "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names):
@@ -105,12 +105,10 @@ def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _part(parameter: nn.Parameter, stored) -> torch.Tensor:
+def _part(parameter: nn.Parameter, stored: torch.Tensor) -> torch.Tensor:
     """The part of the stored tensor that the parameter holds."""
     window: Window | None = getattr(parameter, "window", None)
-    if window is None:
-        return stored[:]
-    return stored[(slice(None),) * window.dim + (slice(window.start, window.stop),)]
+    return stored if window is None else stored.narrow(window.dim, window.start, window.stop - window.start)
 
 
 def _held(parameter: nn.Parameter) -> torch.Tensor:
@@ -119,7 +117,7 @@ def _held(parameter: nn.Parameter) -> torch.Tensor:
     return parameter if window is None else parameter.narrow(window.dim, 0, window.stop - window.start)
 
 
-def _fill(parameter: nn.Parameter, stored) -> int:
+def _fill(parameter: nn.Parameter, stored: torch.Tensor) -> int:
     """Copy the stored part into the parameter, zeros into its padding; return the bytes read.
 
     Copied, though the file is mapped: a parameter that is a view of the file would keep all of it, and change with it.

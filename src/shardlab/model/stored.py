@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
+
+from .mapped import Mapped
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored:
-    """A folder's tensors, memory-mapped: nothing is read but file headers until a slice is taken.
+    """A folder's tensors, memory-mapped: nothing is read but file headers until a tensor is touched.
 
-    `with Stored(folder) as stored: stored.names`, `stored.slice(name)[rows]`. Raises ValueError, with the file's name
+    `with Stored(folder) as stored: stored.names`, `stored.tensor(name)[rows]`. Raises ValueError, with the file's name
     and the remedy, where a file is missing, cut short or no safetensors; pickled weights are refused.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Mapped] = {}
         self._file_of = self._read_index()
 
     def __enter__(self) -> Stored:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._files.clear()  # a file is unmapped with the last view of it
 
     @property
     def names(self) -> set[str]:
         """The names of all tensors."""
         return set(self._file_of)
 
-    def slice(self, name: str) -> Any:
-        """The tensor as safetensors' lazy slice: `.get_shape()`, and indexing reads that part as a torch tensor."""
-        return self._files[self._file_of[name]].get_slice(name)
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as a view of its file: only what is touched is read. To be copied, never written into."""
+        return self._files[self._file_of[name]].tensor(name)
 
     def _read_index(self) -> dict[str, str]:
         """Tensor name → file name, of a single file or of all files of an index, each opened."""
@@ -62,10 +62,10 @@ class Stored:
         if not path.exists():
             raise ValueError(self._missing(path))
         try:
-            self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files[file] = Mapped(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is cut short or damaged ({error}): fetch or write it again") from None
-        return list(self._files[file].keys())
+        return self._files[file].names
 
     def _missing(self, path: Path) -> str:
         if not self.folder.is_dir():
