@@ -5,22 +5,22 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from shardlab import cost
-from shardlab.specs import Layout, ModelSpec
+from shardlab.specs import Layout, ModelSpec, find_model
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 SMOLLM = ModelSpec.from_config(CONFIGS / "smollm2-135m.json")
 
 MEMORY = """\
 smollm2-135m, on each of 3 ranks (tp = 3), trained with adamw
-  embedding   28,311,552 → 9,437,184 × 4 B (fp32)     37.749 MB       36 MiB
-  attention   26,542,080 → 8,847,360 × 4 B (fp32)     35.389 MB    33.75 MiB
-  mlp         79,626,240 → 26,542,080 × 4 B (fp32)    106.17 MB   101.25 MiB
-  norms       35,136 → 35,136 × 4 B (fp32)            140.54 kB   137.25 KiB
-weights       134,515,008 → 44,861,760 × 4 B (fp32)   179.45 MB   171.13 MiB
-gradients     44,861,760 × 4 B (fp32)                 179.45 MB   171.13 MiB
-moments       44,861,760 × 2 × 4 B (fp32)             358.89 MB   342.27 MiB
-steps         272 tensors × 4 B (fp32)                 1.088 kB   1.0625 KiB
-each rank     weights + gradients + moments + steps   717.79 MB   684.54 MiB
+  embedding   28,311,552 → 9,437,184 × 4 B (fp32)            37.749 MB       36 MiB
+  attention   26,542,080 → 8,847,360 × 4 B (fp32)            35.389 MB    33.75 MiB
+  mlp         79,626,240 → 26,542,080 × 4 B (fp32)           106.17 MB   101.25 MiB
+  norms       35,136 → 35,136 × 4 B (fp32)                   140.54 kB   137.25 KiB
+weights       134,515,008 → 44,861,760 params × 4 B (fp32)   179.45 MB   171.13 MiB
+gradients     44,861,760 × 4 B (fp32)                        179.45 MB   171.13 MiB
+moments       44,861,760 × 2 × 4 B (fp32)                    358.89 MB   342.27 MiB
+steps         272 tensors × 4 B (fp32)                        1.088 kB   1.0625 KiB
+each rank     weights + gradients + moments + steps          717.79 MB   684.54 MiB
 Every rank holds the same. In all 70,272 numbers are copies of what another rank holds too, 0 are padding."""
 
 TOKEN = """\
@@ -40,6 +40,14 @@ def test_a_memory_bill_prints_its_derivation():
 def test_a_traffic_bill_prints_its_derivation():
     bill = cost.traffic(SMOLLM, Layout(tp=3), batch=1, seq=1, backward=False, head="logits")
     assert str(bill) == repr(bill) == TOKEN
+
+
+def test_a_bill_of_experts_in_fp8_tells_scales_and_what_a_token_uses():
+    lines = str(cost.memory(find_model("deepseek-v3"), dtype="fp8")).splitlines()
+    experts = "  experts     653.91e9 × 1 B (fp8) + 39,911,424 scales × 4 B   654.07 GB   609.15 GiB   active 20.440 GB"
+    assert experts in lines
+    assert "  router      106,445,312 × 2 B (bf16)                         212.89 MB   203.03 MiB" in lines
+    assert lines[-2].startswith("weights       671.03e9 params × 1.0032 B (fp8)                 673.15 GB   626.92 GiB")
 
 
 def test_one_rank_has_the_shortest_bill():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.cost import kv_per_token, memory
-from shardlab.specs import Layout, ModelSpec
+from shardlab.cost import memory
+from shardlab.specs import Experts, Latent, Layout, ModelSpec, dtype_of, format_of
 from shardlab.specs.model import GROUPS
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -56,8 +56,8 @@ def test_states_are_what_pytorch_keeps(optimizer, p, dtype):
     torch = pytest.importorskip("torch")
     spec, layout = ModelSpec(**EVERYTHING), Layout(p)
     bill = memory(spec, layout, dtype, training=True, optimizer=optimizer)
-    weights = [torch.nn.Parameter(torch.zeros(t.local_shape(p), dtype=getattr(torch, bill.dtype.torch)))
-               for t in spec.tensors()]
+    stored = getattr(torch, dtype_of(dtype).torch)
+    weights = [torch.nn.Parameter(torch.zeros(t.local_shape(p), dtype=stored)) for t in spec.tensors()]
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD,
             "sgd+momentum": lambda w: torch.optim.SGD(w, momentum=0.9)}[optimizer](weights)
     for weight in weights:
@@ -98,12 +98,51 @@ def test_weights_of_a_model_that_divides_are_shared_out_but_for_the_norms():
     assert memory(spec, Layout(8), "bf16").weights * 8 == 2 * (spec.total + 7 * norms)
 
 
-def test_kv_cache_counts_kv_heads():
-    """SV8: an estimate from hidden_size is 4 and 8 times too high; SV10: below one head a rank nothing is saved."""
-    eight, seventy = (ModelSpec.from_config(CONFIGS / f"llama-3.1-{n}.json") for n in ("8b", "70b"))
-    assert (kv_per_token(eight), kv_per_token(seventy)) == (131_072, 327_680)
-    assert [kv_per_token(seventy, Layout(tp)) for tp in (2, 8, 16, 64)] == [163_840, 40_960, 40_960, 40_960]
-    assert kv_per_token(eight, dtype="fp32") == 262_144
+def test_mixed_precision_keeps_16_bytes_a_parameter_or_18():
+    """ZeRO's 2 + 2 + 12, and Megatron-LM's with main gradients in fp32; step counters come to that."""
+    spec = ModelSpec(**EVERYTHING)
+    mixed = memory(spec, dtype="bf16", training=True, master="fp32")
+    n = spec.total
+    assert (mixed.weights, mixed.gradients, mixed.master_weights, mixed.moments) == (2 * n, 2 * n, 4 * n, 8 * n)
+    assert mixed.states == mixed.master_weights + mixed.moments + mixed.steps
+    assert mixed.per_rank - mixed.steps == 16 * n
+    main = memory(spec, dtype="bf16", training=True, master="fp32", gradients="fp32")
+    assert main.per_rank - main.steps == 18 * n
+    plain = memory(spec, dtype="bf16", training=True, master="fp32", optimizer="sgd")
+    assert plain.per_rank == 8 * n
+    assert sum(mixed.groups.values()) == mixed.per_rank
+
+
+MIXTURE = dict(experts=Experts(routed=6, active=2, ffn=20, shared=1, first_dense=1, routing_bias=True),
+               latent=Latent(kv_rank=12, rope_dim=4, nope_dim=6, value_dim=10, q_rank=14), layers=3, kv_heads=4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4", "fp8", "mxfp4", "fp4-fp8"])
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_weights_are_every_tensor_in_its_format(dtype, p):
+    spec = ModelSpec(**SIZES | MIXTURE)
+    bill, form = memory(spec, Layout(p), dtype), format_of(dtype)
+    assert bill.weights == sum(form.of(t.group, t.local_shape(p)).nbytes(t.local_shape(p)) for t in spec.tensors())
+    assert bill.weights == bill.per_rank == sum(bill.groups.values())
+    experts = bill.stored["experts"]
+    assert bill.weights - bill.active == experts - experts * 2 // 6 > 0
+
+
+def test_what_leads_down_to_a_latent_is_whole_on_every_rank_and_the_heads_are_cut():
+    spec = ModelSpec(**SIZES | MIXTURE)
+    shapes = {t.name: t.local_shape(4) for t in spec.layer_tensors(1) if "self_attn" in t.name}
+    assert shapes == {
+        "self_attn.q_a_proj.weight": (14, 32), "self_attn.q_a_layernorm.weight": (14,),
+        "self_attn.q_b_proj.weight": (10, 14), "self_attn.kv_a_proj_with_mqa.weight": (16, 32),
+        "self_attn.kv_a_layernorm.weight": (12,), "self_attn.kv_b_proj.weight": (16, 12),
+        "self_attn.o_proj.weight": (32, 10)}
+
+
+def test_quantised_weights_are_not_trained():
+    with pytest.raises(ValueError, match="weights stored as int8 are served, not trained here: train with fp32, bf16"):
+        memory(ModelSpec(**SIZES), dtype="int8", training=True)
+    with pytest.raises(ValueError, match="master = 'fp32' and gradients = None are held in training"):
+        memory(ModelSpec(**SIZES), dtype="bf16", master="fp32")
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -114,11 +153,3 @@ def test_kv_cache_counts_kv_heads():
 def test_what_cannot_be_billed_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         memory(ModelSpec(**SIZES), **keys)
-
-
-def test_kv_heads_that_do_not_fit_are_refused():
-    """SV10: 4 KV heads leave 64 of 512 columns on TP 8, half a head, which crashes in mid-forward: copied here."""
-    four = ModelSpec(**SIZES | dict(heads=8, kv_heads=4, head_dim=128))
-    assert kv_per_token(four, Layout(8)) == 2 * 2 * 1 * 128 * 2
-    with pytest.raises(ValueError, match="tp can be 1, 2, 4, 8"):
-        kv_per_token(four, Layout(6))

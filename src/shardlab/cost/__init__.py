@@ -1,7 +1,9 @@
 """What a cut will cost, before any rank is started. Standard library only."""
 
 from .bill import Bill, Row
-from .memory import MemoryBill, kv_per_token, memory
+from .kv import kv_cache, kv_per_token, requests_that_fit
+from .memory import MemoryBill, memory
 from .traffic import Collective, TrafficBill, traffic
 
-__all__ = ["Bill", "Collective", "MemoryBill", "Row", "TrafficBill", "kv_per_token", "memory", "traffic"]
+__all__ = ["Bill", "Collective", "MemoryBill", "Row", "TrafficBill", "kv_cache", "kv_per_token", "memory",
+           "requests_that_fit", "traffic"]

@@ -1,0 +1,75 @@
+"""What the KV cache takes: for a token, for a request, and how many requests a memory holds.
+
+By kind of attention: a key and a value for each KV head (MHA, GQA, MQA); one latent and one rotated key for all heads
+(MLA); one entry for several tokens (DeepSeek-V4); nothing beyond the window in windowed layers.
+"""
+
+from __future__ import annotations
+
+from ..specs import Layout, ModelSpec, dtype_of
+from ..specs.attention import Latent
+from ..specs.check import whole
+from ..specs.layout import layout_of
+
+
+def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16") -> int | float:
+    """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, or "fp8" (a byte a number).
+
+    A rank has at least one KV head, so a tp beyond the KV heads saves nothing more; a latent is whole on every rank.
+    MLA in fp8 is DeepSeek's layout: the latent in fp8 with an fp32 scale for each 128 numbers, the rotated key in bf16
+    (FlashMLA). Compressed attention has one published format, whatever `dtype` says, and grows by less than an entry a
+    token. Windowed layers don't grow. Raises ValueError on an unknown dtype and like `memory`.
+    """
+    layout = layout_of(layout)
+    layout.check(spec)
+    width = _width(dtype)
+    if spec.compressed:
+        return sum(layers / ratio * _entry(ratio) for ratio, layers in spec.compressed.ratios)
+    if spec.latent:
+        return spec.layers * _latent(spec.latent, dtype, width)
+    return (spec.layers - spec.windowed_layers) * _heads(spec, layout, width)
+
+
+def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16") -> int:
+    """Bytes that each rank caches for one request of `tokens` tokens, prompt and answer. Raises like `kv_per_token`."""
+    whole("tokens", tokens)
+    layout = layout_of(layout)
+    growing = kv_per_token(spec, layout, dtype)
+    if spec.compressed:
+        return sum(layers * (tokens // ratio) * _entry(ratio) for ratio, layers in spec.compressed.ratios)
+    kept = min(tokens, spec.window or 0) * spec.windowed_layers
+    return int(growing * tokens) + kept * _heads(spec, layout, _width(dtype))
+
+
+def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16"
+                      ) -> int:
+    """How many requests of `tokens` tokens each rank has room for in `free` bytes: whole ones, 0 if not one fits.
+
+    All ranks hold a part of every request, so the whole group holds as many as one rank does. Raises like `kv_cache`.
+    """
+    return max(0, free) // kv_cache(spec, tokens, layout, dtype)
+
+
+def _heads(spec: ModelSpec, layout: Layout, width: int) -> int:
+    """Bytes of a token in one layer, on one rank: a key and a value for each KV head there."""
+    return 2 * max(1, spec.kv_heads // layout.tp) * spec.head_dim * width
+
+
+def _latent(latent: Latent, dtype: str, width: int) -> int:
+    if dtype == "fp8":
+        return latent.kv_rank + 4 * -(-latent.kv_rank // 128) + 2 * latent.rope_dim
+    return latent.cached * width
+
+
+def _entry(ratio: int) -> int:
+    """Bytes of one compressed entry (DeepSeek-V4): 448 numbers in fp8, 64 in bf16, 8 bytes of scales; layers that share
+    an entry among 4 tokens also keep an indexer's key for it, 128 numbers in fp4 and a 4-byte scale."""
+    indexer = 128 // 2 + 4 if ratio == 4 else 0
+    return 448 + 64 * 2 + 8 + indexer
+
+
+def _width(dtype: str) -> int:
+    try:
+        return 1 if dtype == "fp8" else dtype_of(dtype).bytes
+    except ValueError as error:
+        raise ValueError(f"{error}, or fp8") from None
