@@ -214,6 +214,18 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
                       padding)
 
 
+def checkpoint(spec: ModelSpec, dtype: object = None, copies: int = 0) -> int:
+    """Bytes of the files that hold `spec` and its MTP modules, stored as `dtype` (None: as its weights are published).
+
+    Modules share the embedding and the head of the model; `copies` is how often the files repeat the two all the same:
+    DeepSeek-V3's do once (README_WEIGHTS.md). The files' headers are left out. Raises ValueError on an unknown format.
+    """
+    form = format_of(dtype or spec.stored)
+    repeated = [(copies, t) for t in (*spec.first_tensors(), *spec.last_tensors()) if t.group in ("embedding", "head")]
+    return sum(times * form.of(tensor.group, tensor.shape).nbytes(tensor.shape)
+               for times, tensor in (*spec.counted(), *spec.mtp_counted(), *repeated))
+
+
 def _active(spec: ModelSpec, group: str, nbytes: int) -> int:
     """What a token uses of `nbytes` of weights: of routed experts, those that it is sent to."""
     return nbytes * spec.experts.active // spec.experts.routed if spec.experts and group == "experts" else nbytes
