@@ -1,0 +1,165 @@
+"""The tensors that autograd saves on one rank, by shape: of a layer, of the ends of the model, of the loss.
+
+A linear layer saves its input, a norm its input and one number a row, a product both factors, an activation its input,
+the attention kernel its queries, keys and values, its output and the log-sum-exp of its scores. A sum saves nothing,
+and neither do the all-reduces of a cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..specs import Latent, ModelSpec, padded
+
+Device = Literal["cpu", "cuda"]
+
+
+class Term(NamedTuple):
+    """Tensors of rows × numbers elements in all, `width` bytes each."""
+
+    what: str
+    rows: int
+    numbers: int
+    width: int
+    row: str = "token"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.rows * self.numbers * self.width
+
+    @property
+    def derivation(self) -> str:
+        """The product in words: "8,192 tokens × 4,096 × 2 B"."""
+        return f"{self.rows:,} {self.row}{'s' * (self.rows > 1)} × {self.numbers:,} × {self.width} B"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one of `tp` ranks saves of `batch` × `seq` tokens, in numbers `width` bytes wide.
+
+    On "cpu" PyTorch composes an RMSNorm of small steps in fp32, which save three tensors of numbers; on "cuda" one
+    kernel saves its input alone. Latent attention, experts and GPT-2's kind of layer are reckoned from their shapes,
+    for a plain implementation: no run is behind them.
+    """
+
+    spec: ModelSpec
+    tp: int
+    batch: int
+    seq: int
+    width: int
+    device: Device
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def precise(self) -> int:
+        """Bytes of a number in what is computed in fp32 at least."""
+        return max(4, self.width)
+
+    def layer(self, mixture: bool) -> list[Term]:
+        """A block, dense or with experts. The first term is its input, or a copy of it."""
+        feed_forward = self.experts() if mixture else self.gated("gate, silu, up, product", self.spec.ffn)
+        return [*self.norm("attention norm", self.spec.hidden), self._each("q, k, v in", self.spec.hidden),
+                *self.heads(),
+                *self.norm("mlp norm", self.spec.hidden), self._each("mlp in", self.spec.hidden), *feed_forward]
+
+    def stream(self) -> Term:
+        """A block's input."""
+        return self._each("block in", self.spec.hidden)
+
+    def norm(self, what: str, numbers: int, rows: int = 1, row: str = "token") -> list[Term]:
+        """A norm of `rows` × tokens rows of so many numbers each; LayerNorm keeps a mean beside the deviation."""
+        rows *= self.tokens
+        statistics = Term(f"{what}, 1/rms", rows, 2 if self.spec.layer_norm else 1, self.precise, row)
+        if self.device == "cuda" or self.spec.layer_norm:
+            return [Term(f"{what}, in", rows, numbers, self.width, row), statistics]
+        copy = "" if self.width == self.precise else " as fp32"
+        return [Term(f"{what}, in{copy}", rows, numbers, self.precise, row),
+                Term(f"{what}, before its weight", rows, numbers, self.precise, row), statistics]
+
+    def heads(self) -> list[Term]:
+        """From q, k and v to the attention's output, which o_proj reads."""
+        if self.spec.latent:
+            return self._latent(self.spec.latent)
+        d, queries, keys = self.spec.head_dim, self.query_heads, self.key_heads
+        out = []
+        if self.spec.qk_norm:
+            out += [*self.norm("q norm", d, queries, "head"), *self.norm("k norm", d, keys, "head")]
+        return [*out, self._each("queries", queries * d), self._each("keys", keys * d), self._each("values", keys * d),
+                self._each("attention out", queries * d), self._each("log-sum-exp", queries, self.precise)]
+
+    def gated(self, what: str, ffn: int) -> list[Term]:
+        """The inside of a feed-forward block, which a rank has its (padded) part of."""
+        part = padded(ffn, self.tp) // self.tp
+        return [self._each(what, 4 * part)] if self.spec.gated else [self._each("up, activated", 2 * part)]
+
+    def experts(self) -> list[Term]:
+        """Routing, and the blocks that the tokens are sent to: each token is copied for each of its experts."""
+        mixture = self.spec.experts
+        assert mixture is not None  # or there would be no such layer
+        sent = mixture.active * self.spec.hidden
+        shared = self.gated("shared experts", mixture.shared * mixture.ffn) if mixture.shared else []
+        part = padded(mixture.ffn, self.tp) // self.tp
+        return [self._each("router scores", mixture.routed, self.precise),
+                self._each("chosen experts", mixture.active, 8), self._each("their weights", mixture.active),
+                self._each("sent to experts", sent), self._each("experts", 4 * mixture.active * part),
+                self._each("experts out", sent), *shared]
+
+    def ends(self) -> list[Term]:
+        """What is kept outside the layers, but for the loss: for embedding, rotation and head."""
+        out = [self._each("token ids", 1, 8)]
+        if self.tp > 1:
+            out.append(self._each("own tokens", 1, 1))
+        if self.spec.learned_positions:
+            out.append(Term("positions", self.seq, 1, 8, "position"))
+        else:
+            turned = self.spec.latent.rope_dim if self.spec.latent else self.spec.head_dim
+            out.append(Term("cos and sin", self.seq, 2 * turned, self.width, "position"))
+        return [*out, *self.norm("last norm", self.spec.hidden), self._each("head in", self.spec.hidden)]
+
+    def loss(self) -> list[Term]:
+        """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's probabilities."""
+        if self.tp == 1:
+            return [self._each("log-softmax", self.spec.vocab, self.precise), self._each("labels", 1, 8),
+                    Term("number of labels", 1, 1, self.precise, "sum")]
+        return [self._each("softmax", self._columns, self.precise), self._each("own labels", 1, 8 + 1),
+                self._each("which have a label", 1, 1), Term("number of labels", 1, 1, 8, "sum")]
+
+    def logits(self) -> Term:
+        """The largest moment of the loss. Backward has log-probabilities and two gradients like them at once; over a
+        cut vocabulary, forward has logits, their padded copy and the exponentials."""
+        if self.tp == 1:
+            return self._each("log-softmax and two gradients", 3 * self.spec.vocab, self.precise)
+        return self._each("logits, padded, exponentials", self._columns, 2 * self.precise + self.width)
+
+    @property
+    def query_heads(self) -> int:
+        return self.spec.heads // self.tp
+
+    @property
+    def key_heads(self) -> int:
+        """At least one: several ranks may hold the same."""
+        return max(1, self.spec.kv_heads // self.tp)
+
+    @property
+    def _columns(self) -> int:
+        return padded(self.spec.vocab, self.tp) // self.tp
+
+    def _latent(self, latent: Latent) -> list[Term]:
+        heads, out = self.query_heads, []
+        if latent.q_rank:
+            out += [*self.norm("q latent norm", latent.q_rank), self._each("q latent", latent.q_rank)]
+        inner = heads * (latent.nope_dim + latent.rope_dim)
+        return [*out, *self.norm("kv latent norm", latent.kv_rank), self._each("kv latent", latent.kv_rank),
+                self._each("queries", inner), self._each("keys", inner),
+                self._each("values", heads * (latent.nope_dim + latent.value_dim)),
+                self._each("attention out", heads * latent.value_dim),
+                self._each("log-sum-exp", heads, self.precise)]
+
+    def _each(self, what: str, numbers: int, width: int | None = None) -> Term:
+        """So many numbers for each token."""
+        return Term(what, self.tokens, numbers, width or self.width)
