@@ -123,13 +123,11 @@ def activations(spec: ModelSpec, layout: Layout | None = None, *, batch: int, se
     only: no run of ours is behind it, nor behind models that are no Llama. Raises ValueError on sizes below 1, on an
     unknown dtype, mode or device, on a layout that `spec` doesn't allow and on compressed attention.
     """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}: use cpu or cuda")
     layout, kept = layout_of(layout), dtype_of(dtype)
     layout.check(spec)
     if spec.compressed:
         raise ValueError(f"{spec.name} has compressed attention: what it keeps for backward is not known here")
-    saved = Saved(spec, layout.tp, whole("batch", batch), whole("seq", seq), kept.bytes, device)
+    saved = Saved(spec, layout.tp, whole("batch", batch), whole("seq", seq), kept.bytes, _device(device))
     dense = spec.experts.first_dense if spec.experts else spec.layers
     kinds = [(times, saved.layer(mixture))
              for times, mixture in ((dense, False), (spec.layers - dense, True)) if times]
@@ -154,26 +152,27 @@ def _detail(terms: list[Term]) -> list[Row]:
 
 
 def forward_peak(spec: ModelSpec, layout: Layout | None = None, *, tokens: int, sequences: int = 1,
-                 dtype: str = "bf16", logits: int | None = None) -> int:
+                 dtype: str = "bf16", logits: int | None = None, device: Device = "cpu") -> int:
     """The most bytes that one forward pass without gradients has alive on a rank, weights and KV cache left out.
 
     `tokens` are those of all `sequences` together, of which the logits of `logits` positions are taken: of all if None,
     as `Transformer.forward` does; serving engines, and `generate`, take those of each sequence's last. It is the
-    largest of three moments: in a feed-forward block, in attention, at the logits. What a kernel takes inside itself is
-    not in it, nor RMSNorm's fp32 copies on a CPU, which count where a model is narrower inside than outside. No run is
-    behind models that are no Llama. Raises ValueError on sizes below 1, an unknown dtype and a layout that `spec`
-    doesn't allow.
+    largest of four moments: in a feed-forward block, in attention, in a norm, at the logits. What a kernel takes inside
+    itself is not in it. `device`, and what has no run behind it, as in `activations`. Raises ValueError on sizes below
+    1, an unknown dtype or device and a layout that `spec` doesn't allow.
     """
     layout, width = layout_of(layout), dtype_of(dtype).bytes
     layout.check(spec)
     seq = -(-whole("tokens", tokens) // whole("sequences", sequences))
     # positions, and cos and sin of each
     table = seq * (8 + 2 * (spec.latent.rope_dim if spec.latent else spec.head_dim) * width)
-    inside = tokens * max(_in_feed_forward(spec, layout.tp), _in_attention(spec, layout.tp)) * width + table
+    blocks = max(_in_feed_forward(spec, layout.tp), sum(_heads(spec, layout.tp))) * width
+    if _device(device) == "cpu":
+        blocks = max(blocks, _in_norm(spec, layout.tp, width))
     part = padded(spec.vocab, layout.tp) // layout.tp
     each = spec.vocab if layout.tp == 1 else (1 + 2 * layout.tp) * part  # own ones, all gathered, and put in order
     positions = tokens if logits is None else whole("logits", logits)
-    return max(inside, (tokens * spec.hidden + positions * each) * width)
+    return max(tokens * blocks + table, (tokens * spec.hidden + positions * each) * width)
 
 
 def _in_feed_forward(spec: ModelSpec, tp: int) -> int:
@@ -191,10 +190,24 @@ def _in_feed_forward(spec: ModelSpec, tp: int) -> int:
     return 3 * spec.hidden + (copies - 1) * spec.hidden + max(inside, out)
 
 
-def _in_attention(spec: ModelSpec, tp: int) -> int:
-    """Numbers a token: the stream and its normed copy, q, k and v, then rotation in three steps, or the output."""
+def _heads(spec: ModelSpec, tp: int) -> tuple[int, int]:
+    """Numbers a token in attention: the stream, its normed copy, q, k and v; rotation in three steps, or the output."""
     heads, latent = spec.heads // tp, spec.latent
     q = heads * (latent.nope_dim + latent.rope_dim if latent else spec.head_dim)
     k = q if latent else max(1, spec.kv_heads // tp) * spec.head_dim
     v = heads * latent.value_dim if latent else k
-    return 2 * spec.hidden + q + k + v + max(3 * q, q + 3 * k, 2 * q + k + heads)
+    return 2 * spec.hidden + q + k + v, max(3 * q, q + 3 * k, 2 * q + k + heads)
+
+
+def _in_norm(spec: ModelSpec, tp: int, width: int) -> int:
+    """Bytes a token where a CPU composes a norm: input, normed and weighed numbers in fp32, beside what is there."""
+    three = 3 * 4 if width < 4 else 2 * width  # an fp32 input is there already
+    block = 2 * spec.hidden * width + three * spec.hidden
+    heads = _heads(spec, tp)[0] * width + three * spec.heads // tp * spec.head_dim
+    return max(block, heads) if spec.qk_norm else block
+
+
+def _device(name: Device) -> Device:
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: use cpu or cuda")
+    return name

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     on: Literal["card", "host"] = "card"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MemoryBill(Bill):
     """Bytes held by each rank; all ranks hold the same, since every cut so far pads to equal parts.
 

@@ -1,0 +1,45 @@
+"""One rung of the ladder, and what all rungs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from ..specs import CardSpec, Layout, ModelSpec, bundled_cards
+from ..specs.units import decimal
+from .memory import MemoryBill
+
+
+class Step(NamedTuple):
+    """What was tried; whether it does what was asked: "yes", "no", or "would" (with another card, at another speed, or
+    by a formula that no bill has yet); bytes on each card; why; the bill."""
+
+    name: str
+    does: Literal["yes", "no", "would"]
+    nbytes: int
+    why: str
+    bill: MemoryBill | None = None
+
+
+def bigger(card: CardSpec) -> Iterator[CardSpec]:
+    """The bundled cards with more memory than this one, the smallest first."""
+    larger = [other for other in bundled_cards().values() if other.memory > card.memory]
+    yield from sorted(larger, key=lambda other: other.memory)
+
+
+def none_bigger(card: CardSpec, nbytes: int) -> Step:
+    """The rung where no card that is known here does it alone."""
+    largest = max(bigger(card), key=lambda other: other.memory, default=card)
+    return Step("a bigger card", "no", nbytes,
+                f"none does it alone; the largest here is {largest.name} of {decimal(largest.memory)}")
+
+
+def tensor_degrees(spec: ModelSpec, card: CardSpec, cards: int) -> Iterator[int]:
+    """The tp that the model allows inside a domain, from 2 up, that divide `cards`."""
+    for tp in range(2, min(cards, card.domain) + 1):
+        try:
+            Layout(tp).check(spec)
+        except ValueError:
+            continue
+        if cards % tp == 0:
+            yield tp

@@ -1,0 +1,77 @@
+"""How long a card computes and reads: floors from its dense arithmetic and its memory's bandwidth.
+
+No run stands behind these figures here: they are what a card can't beat (a roofline, Williams et al., CACM 2009), and
+real software takes longer. `share` is the part of the peak that it reaches.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..specs import CardSpec, Layout, ModelSpec
+from ..specs.check import number, whole
+from ..specs.layout import layout_of
+from .kv import kv_cache
+from .memory import memory
+
+
+def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> int:
+    """FLOP of a forward pass over `batch` prompts of `tokens` tokens: 2 a token for each parameter that it uses, and
+    2 · layers · tokens² · heads · head_dim for causal attention, half of the square being masked.
+
+    Counts all active parameters, the embedding's too, as is the custom (Kaplan et al., arXiv:2001.08361, §2.1); looking
+    up a row takes no arithmetic. Windowed layers count their window.
+    """
+    whole("tokens", tokens)
+    window = min(tokens, spec.window or 0)
+    seen = tokens**2 * (spec.layers - spec.windowed_layers) + (2 * tokens * window - window**2) * spec.windowed_layers
+    attention = spec.heads * (spec.latent.nope_dim + spec.latent.rope_dim + spec.latent.value_dim if spec.latent
+                              else 2 * spec.head_dim)
+    return whole("batch", batch) * (2 * spec.active * tokens + seen * attention)
+
+
+def training_flops(parameters: float, tokens: float) -> float:
+    """FLOP of training: 6 a token for each parameter that the token uses, 2 forward and 4 backward, attention's square
+    left out (Kaplan et al., arXiv:2001.08361, §2.1). Of a mixture of experts, `parameters` are the active ones."""
+    return 6 * number("parameters", parameters) * number("tokens", tokens)
+
+
+def utilisation(flop: float, seconds: float, cards: int, rate: float) -> float:
+    """The share of the cards' peak that a run reached, MFU (PaLM, arXiv:2204.02311, appendix B): `flop` that the model
+    needs, in `seconds` on `cards` of `rate` dense FLOP/s."""
+    return number("flop", flop) / (number("seconds", seconds) * whole("cards", cards) * number("rate", rate))
+
+
+def bound(flop: float, nbytes: float, card: CardSpec, dtype: str = "bf16") -> Literal["compute", "memory"]:
+    """What work of `flop` on `nbytes` read from the card's memory waits for: the longer of the two."""
+    return "compute" if flop / card.flop_rate(dtype) >= nbytes / card.hbm else "memory"
+
+
+def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1, dtype: str = "bf16",
+               kv_dtype: str = "bf16") -> int:
+    """Bytes that each rank reads for one decoding step of `batch` requests of `context` tokens each.
+
+    All weights but the embedding, of which a token needs a row; of the routed experts, those that some token is sent
+    to: `routed` · (1 − (1 − active/routed)^batch) on average if the router is even. And every request's cache.
+    """
+    bill = memory(spec, layout, dtype)
+    experts = bill.stored["experts"]
+    weights = bill.weights - experts - (0 if spec.tied else bill.stored["embedding"])
+    if spec.experts:
+        experts = int(experts * (1 - (1 - spec.experts.active / spec.experts.routed) ** whole("batch", batch)))
+    return weights + experts + whole("batch", batch) * kv_cache(spec, context, layout, kv_dtype)
+
+
+def decode_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1,
+                 dtype: str = "bf16", kv_dtype: str = "bf16") -> float:
+    """Seconds that one decoding step takes at least: `bytes_read` at the speed of the card's memory. Nothing else
+    counted, collectives neither; the arithmetic is far below until a batch reaches `card.ridge` tokens."""
+    return bytes_read(spec, layout, batch=batch, context=context, dtype=dtype, kv_dtype=kv_dtype) / card.hbm
+
+
+def prefill_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, tokens: int,
+                  arithmetic: str = "bf16", share: float = 1.0) -> float:
+    """Seconds that a prompt of `tokens` tokens takes at least: its arithmetic on all ranks, at `share` of their peak in
+    `arithmetic`. Raises ValueError where the card has no such arithmetic."""
+    ranks = layout_of(layout).world_size
+    return forward_flops(spec, tokens) / (ranks * card.flop_rate(arithmetic) * number("share", share))

@@ -1,0 +1,115 @@
+"""The ladder for training: what to try, in which order, before a model is cut to be trained, and then the cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..specs import CardSpec, Layout, ModelSpec, find_link
+from ..specs.units import decimal, seconds
+from .memory import MemoryBill
+from .step import Step, bigger, none_bigger, tensor_degrees
+from .time import training_flops
+from .training import RESERVE, training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """A step on `batch` × `seq` tokens on each replica: weights in `dtype`, `master` weights (None: without), the
+    `optimizer`'s states, `recompute` as the model takes it."""
+
+    batch: int = 1
+    seq: int = 4096
+    dtype: str = "bf16"
+    master: str | None = "fp32"
+    optimizer: str = "adamw"
+    recompute: str | None = None
+    reserve: str = RESERVE
+
+    def bill(self, spec: ModelSpec, layout: Layout | None = None, recompute: str | None = None) -> MemoryBill:
+        """What each rank holds of this step; `recompute` overrides the task's."""
+        return training(spec, layout, batch=self.batch, seq=self.seq, dtype=self.dtype, master=self.master,
+                        optimizer=self.optimizer, recompute=recompute or self.recompute, reserve=self.reserve)
+
+
+def train_rungs(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[Step]:
+    """The rungs in order, without an end: the caller stops at the first that does."""
+    plain = task.bill(spec)
+    yield _fits("one card", plain, card)
+    full = task.bill(spec, recompute="full")
+    if task.recompute != "full":
+        yield _fits("recompute in full", full, card, "; backward computes every layer again, a third more arithmetic")
+    yield _offload(spec, card, task, full)
+    yield _bigger_card(card, plain, full)
+    yield from _cut(spec, card, task, cards)
+
+
+def _fits(name: str, bill: MemoryBill, card: CardSpec, more: str = "") -> Step:
+    states = bill.weights + bill.gradients + bill.states
+    if bill.per_rank <= card.memory:
+        return Step(name, "yes", bill.per_rank, f"{decimal(bill.per_rank)} of {decimal(card.memory)}{more}", bill)
+    per = states / sum(bill.elements.values())
+    why = (f"does not fit: {decimal(states)} of weights, gradients and states ({per:.3g} B a parameter) in "
+           f"{decimal(card.memory)}" if states > card.memory else
+           f"does not fit: {decimal(bill.per_rank - states)} of activations and buffers beside {decimal(states)} of "
+           f"states in {decimal(card.memory)}")
+    return Step(name, "no", bill.per_rank, why, bill)
+
+
+def _offload(spec: ModelSpec, card: CardSpec, task: Train, bill: MemoryBill) -> Step:
+    """Optimizer states with the host, which steps there: gradients go down and weights come back once a step
+    (ZeRO-Offload, arXiv:2101.06840). It costs nothing as long as the arithmetic takes longer."""
+    held = bill.per_rank - bill.states
+    if card.host_link is None or held > card.memory:
+        why = "its link to the host isn't known" if card.host_link is None else (
+            f"{decimal(held)} are left on the card without optimizer states, of {decimal(card.memory)}")
+        return Step("offload the optimizer", "no", held, why)
+    link = find_link(card.host_link)
+    wire = (bill.gradients + bill.weights) / link.per_direction
+    work = training_flops(spec.active, task.batch * task.seq) / card.flop_rate(task.dtype)
+    why = (f"{decimal(held)} stay on the card; gradients down and weights up over {link.name} take {seconds(wire)} a "
+           f"step, the arithmetic {seconds(work)} or more")
+    return Step("offload the optimizer", "yes" if wire <= work else "would", held, why)
+
+
+def _bigger_card(card: CardSpec, plain: MemoryBill, full: MemoryBill) -> Step:
+    """The smallest card that does it alone. It sends nothing, so it comes before the cut."""
+    for other in bigger(card):
+        for bill, how in ((plain, ""), (full, ", recomputing in full")):
+            step = _fits(f"a bigger card, {other.name}", bill, other, f"{how}, and no collective")
+            if step.does == "yes":
+                return step._replace(does="would")
+    return none_bigger(card, full.per_rank)
+
+
+def _cut(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[Step]:
+    """The data axis first, its states shared out (ZeRO); then tensor parallelism inside a domain beside it.
+
+    What ZeRO leaves on a rank is a formula here (arXiv:1910.02054, §5): chapter 4 runs it.
+    """
+    for tp in (1, *tensor_degrees(spec, card, cards)):
+        bill = task.bill(spec, Layout(tp), recompute="full")
+        dp = cards // tp
+        rest = bill.per_rank - bill.weights - bill.gradients - bill.states
+        for stage in (1, 2, 3) if dp > 1 else (0,):
+            held = rest + _states(bill, stage, dp)
+            if held <= card.memory:
+                name = " and ".join([f"tensor parallel over {tp}"] * (tp > 1) + [f"ZeRO-{stage} over {dp}"] * (dp > 1))
+                yield Step(f"cut, {name}", "yes", held, f"{decimal(held)} of {decimal(card.memory)} on each card, "
+                           "recomputing in full" + (" (by formula; chapter 4 runs it)" if dp > 1 else ""),
+                           bill if dp == 1 else None)
+                return
+    bill = task.bill(spec, recompute="full")
+    states = bill.weights + bill.gradients + bill.states
+    room = card.memory - (bill.per_rank - states)
+    more = f"{math.ceil(states / room)} cards or more" if room > 0 else "a shorter sequence, or cuts of the activations"
+    yield Step("cut further", "no", states // cards,
+               f"{decimal(states)} of weights, gradients and states ask for {more}")
+
+
+def _states(bill: MemoryBill, stage: int, dp: int) -> int:
+    """Weights, gradients and optimizer states on a rank when ZeRO's `stage` shares them out over `dp` ranks: from stage
+    1 the optimizer's, from 2 the gradients, at 3 the weights."""
+    kinds = ((1, bill.states), (2, bill.gradients), (3, bill.weights))
+    return sum(math.ceil(nbytes / dp) if stage >= first else nbytes for first, nbytes in kinds)

@@ -1,0 +1,39 @@
+"""What a training step holds on each rank: states, what autograd keeps, the peak of the loss, and buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..specs import Layout, ModelSpec
+from ..specs.units import parse_bytes
+from .activations import activations
+from .memory import MemoryBill, Part, memory
+
+RESERVE = "1 GiB"
+ASSUMED = "assumed: CUDA context, workspaces, buffers of collectives"
+
+
+def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: int, dtype: str = "bf16",
+             master: str | None = "fp32", optimizer: str = "adamw", gradients: str | None = None,
+             recompute: str | None = None, reserve: str = RESERVE) -> MemoryBill:
+    """The bill of a training step on `batch` × `seq` tokens: `memory`'s states and, as parts, "activations" (what
+    autograd keeps of the layers and ends when the forward pass is over), what comes to it at the worst moment, "logits"
+    (the loss, over logits in fp32) or "a layer again" (computed again), and "buffers" (`reserve`, an assumption).
+
+    `dtype`, `master`, `optimizer` and `gradients` as in `memory`: the defaults are bf16 mixed. Activations are those of
+    GPU kernels. Gradients on their way through a layer are not counted, nor what the allocator loses between blocks.
+    Raises ValueError as `memory` and `activations` do, and on a reserve that is no size.
+    """
+    bill = memory(spec, layout, dtype, True, optimizer, master, gradients)
+    kept = activations(spec, bill.layout, batch=batch, seq=seq, dtype=dtype, recompute=recompute, device="cuda")
+    loss = kept.saved.logits()
+    worst, how = ("logits", loss.derivation) if kept.logits >= kept.recomputed else ("a layer again", "computed again")
+    parts = (Part("activations", kept.layers + kept.ends, f"{spec.layers} layers × {kept.per_layer:,} B + ends"),
+             Part(worst, kept.peak - kept.layers - kept.ends, how), reserved(reserve))
+    how = f"{batch} × {seq:,} tokens, {bill.format.name}" + (f" with {master} master weights" if master else "")
+    return replace(bill, parts=parts, task=f"a training step, {how}, {optimizer}, {recompute or 'no'} recomputation")
+
+
+def reserved(reserve: str) -> Part:
+    """What no formula here gives: the part that is set aside for it."""
+    return Part("buffers", parse_bytes(reserve), ASSUMED)

@@ -1,0 +1,176 @@
+"""The ladder: which rung is taken, by which number, and that each rung says why."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardlab.cost import Serve, Train, decode_floor, ladder, memory, serving, training
+from shardlab.specs import CardSpec, Layout, find_card, find_link, find_model
+from shardlab.specs.units import decimal, seconds
+
+H100, A100 = find_card("h100"), find_card("a100")
+EIGHT, SEVENTY, V3 = (find_model(name) for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3"))
+
+
+def rungs(plan):
+    return [(step.name, step.does) for step in plan.steps]
+
+
+def test_one_card_is_enough_is_an_answer():
+    plan = ladder(EIGHT, H100, Serve(concurrency=16), cards=8)
+    assert rungs(plan) == [("one card, bf16", "yes")]
+    assert plan.answer.startswith("one card is enough: 34.541 GB of 85.521 GB on each card")
+    assert plan.bill.per_rank == serving(EIGHT, context=8192, concurrency=16).per_rank <= H100.memory
+
+
+def test_fewer_bits_come_first_and_in_what_the_card_computes():
+    assert rungs(ladder(SEVENTY, H100, Serve())) == [("one card, bf16", "no"), ("fewer bits, fp8", "yes")]
+    assert rungs(ladder(SEVENTY, A100, Serve()))[1] == ("fewer bits, int8", "yes")
+    on_a100 = ladder(SEVENTY, A100, Serve()).chosen
+    assert "prefill still computes in bf16" in on_a100.why
+    assert on_a100.bill.weights == memory(SEVENTY, dtype="int8").weights
+
+
+def test_four_bits_are_named_and_not_chosen_over_cards_that_are_there():
+    plan = ladder(SEVENTY, H100, Serve(concurrency=32), cards=8)
+    assert rungs(plan) == [
+        ("one card, bf16", "no"), ("fewer bits, fp8, fp8 cache", "no"), ("fewer bits, int4, fp8 cache", "would"),
+        ("offload", "no"), ("a bigger card, rubin", "would"), ("cut, tensor parallel over 4, bf16", "yes")]
+    assert plan.bill.layout == Layout(4) and "2 copies of it" in plan.answer
+    alone = ladder(SEVENTY, H100, Serve(concurrency=32))
+    assert alone.chosen.name == "fewer bits, int4, fp8 cache"
+
+
+def test_the_smallest_cut_that_does_is_taken_and_no_smaller_one_would():
+    plan = ladder(SEVENTY, H100, Serve(concurrency=32), cards=8)
+    task = dict(context=8192, concurrency=32)
+    assert serving(SEVENTY, Layout(2), **task).per_rank > H100.memory >= serving(SEVENTY, Layout(4), **task).per_rank
+    assert plan.chosen.nbytes == serving(SEVENTY, Layout(4), **task).per_rank
+
+
+def test_the_binding_term_is_named():
+    """SV2: raising the utilisation is one lever of four; SV3: none fits is "does not fit", never 0.00 requests."""
+    steps = ladder(SEVENTY, H100, Serve(concurrency=200), cards=8).steps
+    assert steps[0].why == "does not fit: 141.11 GB of weights alone in 85.521 GB: the weights bind"
+    assert steps[1].why.startswith("8 of 200 requests fit beside") and steps[1].why.endswith("the cache binds")
+    none = ladder(V3, find_card("h800"), Serve(), cards=8)
+    assert "0 B are left, less than one request's cache" in none.steps[-2].why
+    assert none.chosen is None and none.bill is None
+    assert none.answer.startswith("it does not fit on 8 × h800: 673.73 GB of weights and caches ask for 9 cards")
+    assert not any(" 0 of" in step.why or "0.00" in step.why for step in none.steps)
+
+
+def test_a_cut_may_need_a_smaller_cache_too():
+    plan = ladder(SEVENTY, H100, Serve(concurrency=200), cards=8)
+    assert rungs(plan)[-2:] == [("cut, tensor parallel over 8, bf16", "no"),
+                                ("cut, tensor parallel over 8, bf16, fp8 cache", "yes")]
+
+
+def test_a_latency_that_one_card_cannot_reach_is_a_reason_to_cut():
+    floor = decode_floor(EIGHT, A100, context=8192)
+    assert ladder(EIGHT, A100, Serve(latency=1.01 * floor)).chosen.name == "one card, bf16"
+    plan = ladder(EIGHT, A100, Serve(latency=floor / 4), cards=8)
+    assert plan.steps[0].why == "fits, but a token takes 7.89 ms at least, and may take 1.97 ms"
+    assert "offload" not in [step.name for step in plan.steps]  # it fits: streaming would only slow it down
+    assert plan.chosen.name == "cut, tensor parallel over 8, bf16"
+    faster = ladder(EIGHT, A100, Serve(latency=floor / 8.5), cards=8)
+    assert rungs(faster)[-3:] == [("cut, tensor parallel over 8, bf16", "no"),
+                                  ("cut, tensor parallel over 8, bf16, fp8 cache", "no"),
+                                  ("cut, tensor parallel over 8, int8, fp8 cache", "yes")]
+
+
+def test_little_traffic_is_a_reason_not_to_cut_and_much_is_one_for_copies():
+    quiet, busy = (ladder(EIGHT, H100, Serve(rate=rate), cards=8).chosen for rate in (50, 800))
+    assert "50 tokens/s don't fill one copy" in quiet.why
+    assert "4 copies, each on its own, make the 800 tokens/s" in busy.why
+    assert busy.bill.layout == Layout(1)
+    too_much = ladder(EIGHT, H100, Serve(rate=10**6), cards=8).steps[0]
+    assert too_much.does == "no" and "of the 1,000,000 asked for" in too_much.why
+
+
+def test_a_bigger_card_is_the_smallest_that_does_it_alone():
+    plan = ladder(SEVENTY, H100, Serve(context=32768, concurrency=4, dtype="bf16", latency=1), cards=8)
+    bigger = next(step for step in plan.steps if step.name.startswith("a bigger card"))
+    assert bigger.name == "a bigger card, b200" and "no collective" in bigger.why
+    need = serving(SEVENTY, context=32768, concurrency=4).per_rank
+    assert find_card("h200").memory < need <= find_card("b200").memory
+
+
+def test_offload_streams_what_has_no_room_over_the_hosts_link():
+    big, link = find_model("llama-3.1-405b"), find_link("pcie5")
+    excess = serving(big, context=8192).per_rank - H100.memory
+    plan = ladder(big, H100, Serve(latency=60))
+    assert plan.chosen.name == "offload"
+    assert plan.chosen.why == (f"{decimal(excess)} stay with the host; over pcie5, {decimal(link.per_direction)}/s, "
+                               f"a token waits {seconds(excess / link.per_direction)}")
+    assert rungs(ladder(big, H100, Serve(latency=10)))[3] == ("offload", "no")
+    unknown = ladder(big, replace(H100, host_link=None), Serve(latency=60)).steps[3]
+    assert (unknown.does, unknown.why) == ("no", "its link to the host isn't known")
+
+
+def test_a_mixture_is_told_its_first_axis():
+    plan = ladder(V3, find_card("h200"), Serve(concurrency=8), cards=8)
+    assert plan.chosen.name == "cut, tensor parallel over 8, fp8"
+    assert "the experts, 97% of the weights, are the first axis" in plan.answer
+    spread = ladder(V3, find_card("h800"), Serve(concurrency=8), cards=16)
+    assert spread.chosen.name == "cut further" and spread.chosen.does == "would"
+
+
+def test_training_recomputes_then_offloads_then_shares_out_its_states():
+    assert rungs(ladder(find_model("qwen2.5-1.5b"), H100, Train())) == [("one card", "yes")]
+    alone = ladder(EIGHT, H100, Train())
+    assert rungs(alone) == [("one card", "no"), ("recompute in full", "no"), ("offload the optimizer", "would"),
+                            ("a bigger card, h200", "would"), ("cut further", "no")]
+    assert alone.chosen.name == "offload the optimizer"
+    eight = ladder(EIGHT, H100, Train(), cards=8)
+    assert eight.chosen.name == "cut, ZeRO-1 over 8"
+    bill = training(EIGHT, batch=1, seq=4096, recompute="full")
+    assert eight.chosen.nbytes == bill.per_rank - bill.states + -(-bill.states // 8)
+    many = ladder(SEVENTY, H100, Train(), cards=64)
+    assert many.chosen.name == "cut, ZeRO-3 over 64"
+    few = ladder(SEVENTY, H100, Train(), cards=8)
+    assert few.answer.endswith("1128.9 GB of weights, gradients and states ask for 16 cards or more")
+
+
+def test_long_sequences_bind_by_activations_and_are_recomputed():
+    plan = ladder(find_model("qwen2.5-0.5b"), H100, Train(batch=8, seq=4096))
+    assert rungs(plan) == [("one card", "no"), ("recompute in full", "yes")]
+    assert "of activations and buffers beside" in plan.steps[0].why
+
+
+def test_plain_data_holds_inputs_counts_bill_and_steps():
+    for plan in (ladder(V3, find_card("h200"), Serve(concurrency=8), cards=8), ladder(EIGHT, H100, Train())):
+        data = plan.to_dict()
+        assert json.loads(json.dumps(data)) == data
+        assert data["parameters"] == {"resident": plan.spec.total, "active": plan.spec.active}
+        assert [step["why"] for step in data["steps"]] == [step.why for step in plan.steps]
+    assert ladder(EIGHT, H100, Serve()).to_dict()["bill"]["per_rank"] == serving(EIGHT, context=8192).per_rank
+    assert str(plan).splitlines()[-1] == f"Answer. {plan.answer}" and "<table" in plan._repr_html_()
+
+
+LAB = CardSpec(name="lab card", printed=256 * 2**20, hbm=1e10, flops={"fp32": 1e11})
+
+
+def test_the_card_of_the_lab_takes_the_lab_model_in_fewer_bits():
+    small = find_model("smollm2-135m")
+    plan = ladder(small, LAB, Serve(context=256, dtype="fp32", kv_dtype="fp32", reserve="0 B", latency=10))
+    assert rungs(plan) == [("one card, fp32", "no"), ("fewer bits, int8", "yes")]
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: ladder(EIGHT, H100, Serve(), cards=0), "cards must be a whole number of at least 1, not 0"),
+    (lambda: ladder(EIGHT, H100, Serve(concurrency=0)), "concurrency must be a whole number"),
+    (lambda: ladder(EIGHT, H100, Serve(context=-5)), "context must be a whole number of at least 1, not -5"),
+    (lambda: Serve(latency=0), "latency must be a number above 0"),
+    (lambda: Serve(rate=-1), "rate must be a number above 0"),
+    (lambda: ladder(EIGHT, H100, Serve(dtype="fp7")), "unknown dtype 'fp7'"),
+    (lambda: ladder(EIGHT, H100, Serve(reserve="much")), "'much' is no size"),
+    (lambda: ladder(EIGHT, H100, Train(batch=0)), "batch must be"),
+    (lambda: ladder(EIGHT, H100, Train(dtype="int8")), "weights stored as int8 are served, not trained"),
+    (lambda: ladder(EIGHT, H100, Train(optimizer="adam")), "unknown optimizer 'adam'"),
+    (lambda: serving(EIGHT, context=8, host_kv=2), "host_kv = 2 is a share of the cache"),
+])
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
