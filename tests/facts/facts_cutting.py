@@ -1,0 +1,47 @@
+"""What tensor parallelism sends, and the times of reading weights and of prompts."""
+
+from facts import EIGHT, GIB, KIB, MIB, MS, SEVENTY, SMALL, US
+
+from shardlab.cost import decode_floor, prefill_floor, traffic
+from shardlab.cost.comm import ring_wire
+from shardlab.specs import find_card, find_link
+
+A100, H100 = find_card("a100"), find_card("h100")
+TOKEN = traffic(SEVENTY, EIGHT, batch=1, seq=1, dtype="bf16", backward=False, head="logits")
+STEP = traffic(SEVENTY, EIGHT, batch=1, seq=1)
+LAYER = [c for c in TOKEN.collectives if c.what in ("attention out", "mlp out")]
+SENT = sum(c.count * c.wire for c in LAYER)
+
+
+def prefill(card, share, layout=EIGHT, spec=SEVENTY):
+    """Milliseconds of a prompt of 8192 tokens."""
+    return prefill_floor(spec, card, layout, tokens=8192, share=share) / MS
+
+
+def heads_on_a_rank():
+    q_proj = next(t for t in SEVENTY.layer_tensors() if "q_proj" in t.name)
+    return q_proj.local_shape(EIGHT.tp)[0] / SEVENTY.head_dim
+
+
+COMPUTED = {
+    "A000-tp-syncs": lambda: sum(c.count for c in LAYER) / SEVENTY.layers,
+    "A002-vec": lambda: LAYER[0].payload / KIB,
+    "A002-syncs": lambda: sum(c.count for c in LAYER),
+    "A002-ring": lambda: LAYER[0].wire / KIB,
+    "A002-layer": lambda: sum(c.wire for c in LAYER) / KIB,
+    "A002-80layers": lambda: SENT / MIB,
+    "A002-6us": lambda: 5 * MIB / find_link("nvlink4").headline / US,
+    "A002-6us-right": lambda: SENT / find_link("nvlink4").per_direction / US,
+    "A002-6us-a100": lambda: SENT / find_link("nvlink3").per_direction / US,
+    "A002-ring-steps": lambda: LAYER[0].hops,
+    "A002-heads": heads_on_a_rank,
+    "A002-8ms": lambda: 16 * GIB / A100.hbm / MS,
+    "A002-8ms-h100": lambda: 16 * GIB / H100.hbm / MS,
+    "A002-prefill-h100": lambda: prefill(H100, 0.5),
+    "A002-prefill-a100": lambda: prefill(A100, 0.5),
+    "A002-prefill-peak": lambda: prefill(H100, 1.0),
+    "A002-prefill-8b": lambda: prefill(H100, 0.5, None, SMALL),
+    "A002-latency-tp": lambda: decode_floor(SEVENTY, A100) / (decode_floor(SEVENTY, A100, EIGHT) + 2 * MS),
+    "B7-busbw-allreduce": lambda: ring_wire("all_reduce", 1, 8),
+    "B7-tp-train": lambda: sum(c.count for c in STEP.collectives if c.count == SEVENTY.layers) / SEVENTY.layers,
+}
