@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from ..specs import Layout, ModelSpec
 from ..specs.check import whole
-from ..specs.units import decimal
 from .activations import forward_peak
 from .kv import kv_cache
 from .memory import MemoryBill, Part, memory
@@ -33,7 +32,7 @@ def serving(spec: ModelSpec, layout: Layout | None = None, *, context: int, conc
     tokens = min(whole("chunk", chunk), concurrency * context)
     work = forward_peak(spec, bill.layout, tokens=tokens, sequences=concurrency, dtype=bill.format.rest.name,
                         logits=concurrency)
-    each = f"{concurrency:,} requests × {context:,} tokens ({kv_dtype}), {decimal(one)} each"
+    each = f"{concurrency:,} requests × {context:,} tokens of {one:,} B ({kv_dtype})"
     parts = [Part("KV cache", cache - away, each),
              Part("activations", work, f"a forward pass over {tokens:,} tokens of prompts"), reserved(reserve)]
     if away:

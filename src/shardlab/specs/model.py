@@ -123,12 +123,16 @@ class ModelSpec:
     @property
     def parameters(self) -> dict[str, int]:
         """Parameters in each group of tensors; a tied head is counted once, under embedding."""
+        return dict(self._parameters)
+
+    @cached_property
+    def _parameters(self) -> dict[str, int]:
         return self._sums(self.counted())
 
     @property
     def total(self) -> int:
         """All parameters that have to be resident, MTP modules left out."""
-        return sum(self.parameters.values())
+        return sum(self._parameters.values())
 
     @property
     def active_parameters(self) -> dict[str, int]:
