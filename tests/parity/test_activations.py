@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from measure import saved_bytes
+from measure import Live, saved_bytes
 
-from shardlab.cost.activations import activations
-from shardlab.model import Transformer
+from shardlab.cost.activations import activations, forward_peak
+from shardlab.model import Transformer, attention, transformer
 from shardlab.parallel import tensor
 from shardlab.specs import Layout, ModelSpec
 
@@ -16,19 +16,109 @@ CASES = [(1, {}), (1, dict(kv_heads=1, tied=True, qk_norm=True, **BIASES)), (2, 
          (1, dict(hidden=96, heads=3, kv_heads=3, head_dim=32, ffn=256, vocab=1000)),
          (4, dict(hidden=50, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=127, vocab=515))]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+BATCH, SEQ = 2, 13
 
 
-def kept(group, spec, dtype, recompute, batch, seq):
+@pytest.fixture
+def run(pool):
+    """`run(p, fn, *args)`: what `fn(group, *args)` gives on each of p ranks; a single one is this process."""
+    return lambda p, fn, *args: pool(p).run(fn, *args) if p > 1 else [fn(None, *args)]
+
+
+def built(group, spec, dtype, recompute=None):
+    """A model, cut over the group where there is one, and tokens and labels for it."""
     torch.manual_seed(0)
-    model = tensor.cut(Transformer(spec, recompute).to(dtype), group)
-    tokens, labels = torch.randint(0, spec.vocab, (2, batch, seq))
+    model = Transformer(spec, recompute).to(dtype)
+    if group is not None:
+        model = tensor.cut(model, group)
+    return model, *torch.randint(0, spec.vocab, (2, BATCH, SEQ)).unbind()
+
+
+def kept(group, spec, dtype, recompute):
+    model, tokens, labels = built(group, spec, dtype, recompute)
     return saved_bytes(model, lambda: model.loss(tokens, labels))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("p,sizes", CASES)
-def test_kept_for_backward(pool, p, sizes, recompute, dtype):
-    spec, size = ModelSpec(**(SIZES | sizes)), dict(batch=2, seq=13)
-    bill = activations(spec, Layout(tp=p), **size, dtype=dtype, recompute=recompute)
-    assert pool(p).run(kept, spec, DTYPES[dtype], recompute, 2, 13) == [bill.total] * p
+def test_kept_for_backward(run, p, sizes, recompute, dtype):
+    spec = ModelSpec(**(SIZES | sizes))
+    bill = activations(spec, Layout(tp=p), batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
+    assert run(p, kept, spec, DTYPES[dtype], recompute) == [bill.total] * p
+
+
+def loss_peak(group, spec, dtype):
+    model, _, labels = built(group, spec, dtype)
+    hidden = torch.zeros(BATCH, SEQ, spec.hidden, dtype=dtype)
+    with Live() as live:
+        model.lm_head.loss(hidden, labels).backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_the_peak_of_the_loss(run, p, dtype):
+    spec = ModelSpec(**SIZES | dict(vocab=997))
+    bill = activations(spec, Layout(tp=p), batch=BATCH, seq=SEQ, dtype=dtype)
+    for measured in run(p, loss_peak, spec, DTYPES[dtype]):
+        assert measured == pytest.approx(bill.logits, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_the_peak_of_a_step_is_at_the_loss(recompute, dtype):
+    """Where the vocabulary is large: all that is alive then, gradients of parameters being still to come."""
+    spec = ModelSpec(**SIZES | dict(vocab=5000))
+    bill = activations(spec, batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
+    model, tokens, labels = built(None, spec, DTYPES[dtype], recompute)
+    with Live() as live:
+        model.loss(tokens, labels).backward()
+    assert live.peak == pytest.approx(bill.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("recompute", "owner", "name"), [
+    ("selective", attention, "core"), ("full", transformer.Block, "_forward")])
+def test_held_while_computed_again(monkeypatch, recompute, owner, name, dtype):
+    spec = ModelSpec(**SIZES)
+    bill = activations(spec, batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
+    held, computed = [], getattr(owner, name)
+
+    def watched(*args):
+        before = live.now
+        try:
+            return computed(*args)
+        finally:
+            held.append(live.now - before)
+
+    monkeypatch.setattr(owner, name, watched)
+    model, tokens, labels = built(None, spec, DTYPES[dtype], recompute)
+    with Live() as live:
+        loss = model.loss(tokens, labels)
+        held.clear()
+        loss.backward()
+    assert held == [pytest.approx(bill.recomputed, rel=0.05)] * spec.layers
+
+
+@torch.no_grad()
+def forward_peaks(group, spec, dtype):
+    """With all logits and with the last alone: the least of three, since gloo may let go of a tensor late."""
+    model, tokens, _ = built(group, spec, dtype)
+    peaks = []
+    for _ in range(3):
+        with Live() as everywhere:
+            model(tokens)
+        with Live() as last:
+            model.lm_head(model.hidden(tokens)[:, -1:])
+        peaks.append((everywhere.peak, last.peak))
+    return tuple(map(min, zip(*peaks, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("p,sizes", CASES + [(4, dict(ffn=300)), (2, dict(ffn=30, head_dim=16))])
+def test_the_peak_of_a_forward_pass(run, p, sizes, dtype):
+    spec, size = ModelSpec(**(SIZES | sizes)), dict(tokens=BATCH * SEQ, sequences=BATCH, dtype=dtype)
+    everywhere, last = (forward_peak(spec, Layout(tp=p), **size, logits=n) for n in (None, BATCH))
+    for measured in run(p, forward_peaks, spec, DTYPES[dtype]):
+        assert measured == pytest.approx((everywhere, last), rel=0.1)
