@@ -109,6 +109,21 @@ def test_offload_streams_what_has_no_room_over_the_hosts_link():
     assert (unknown.does, unknown.why) == ("no", "its link to the host isn't known")
 
 
+def test_a_batch_streams_every_expert_that_one_of_its_tokens_is_sent_to():
+    """One token needs 8 of 256 experts a layer, 32 tokens most of them: offload is then ten times as slow."""
+    one, many = (ladder(V3, H100, Serve(latency=latency, concurrency=n, context=1024)).chosen
+                 for n, latency in ((1, 0.6), (32, 7)))
+    assert (one.name, many.name) == ("offload", "offload")
+    assert rungs(ladder(V3, H100, Serve(latency=5, concurrency=32, context=1024)))[2] == ("offload", "no")
+
+
+def test_offload_is_no_faster_than_the_card_reads():
+    slow = replace(H100, usable=38 * 10**9, hbm=2e10)  # all but a little fits, and reading it takes 1.8 s
+    steps = ladder(SEVENTY, slow, Serve(latency=1.2, context=64, dtype="int4")).steps
+    assert (steps[1].name, steps[1].does) == ("offload", "no")
+    assert ladder(SEVENTY, slow, Serve(latency=2, context=64, dtype="int4")).steps[1].does == "yes"
+
+
 def test_a_mixture_is_told_its_first_axis():
     plan = ladder(V3, find_card("h200"), Serve(concurrency=8), cards=8)
     assert plan.chosen.name == "cut, tensor parallel over 8, fp8"

@@ -14,7 +14,7 @@ from .kv import requests_that_fit
 from .memory import MemoryBill, memory
 from .serving import serving
 from .step import Step, bigger, none_bigger, tensor_degrees
-from .time import decode_floor
+from .time import decode_floor, experts_met
 from .training import RESERVE
 
 
@@ -142,14 +142,15 @@ def _eight(card: CardSpec) -> str:
 
 
 def _offload(plain: _Try) -> Step:
-    """What the card has no room for stays with the host and is streamed for every token."""
+    """What the card has no room for stays with the host, and what a step needs of it is streamed for each."""
     bill, card = plain.bill, plain.card
     excess = bill.per_rank - card.memory
     if card.host_link is None or excess > bill.weights:
         why = "the cache alone is too large" if excess > bill.weights else "its link to the host isn't known"
         return Step("offload", "no", card.memory, why, bill)
     link = find_link(card.host_link)
-    wait = excess * bill.active / bill.weights / link.per_direction
+    unmet = bill.stored["experts"] * (1 - experts_met(plain.spec, plain.task.concurrency))
+    wait = max(plain.floor, excess * (1 - unmet / bill.weights) / link.per_direction)
     slower = plain.task.latency < wait
     why = (f"{decimal(excess)} stay with the host; over {link.name}, {decimal(link.per_direction)}/s, a token waits "
            f"{seconds(wait)}" + (f", and may take {seconds(plain.task.latency)}" if slower else ""))

@@ -52,14 +52,20 @@ def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1,
     """Bytes that each rank reads for one decoding step of `batch` requests of `context` tokens each.
 
     All weights but the embedding, of which a token needs a row; of the routed experts, those that some token is sent
-    to: `routed` · (1 − (1 − active/routed)^batch) on average if the router is even. And every request's cache.
+    to (`experts_met`). And every request's cache.
     """
     bill = memory(spec, layout, dtype)
     experts = bill.stored["experts"]
     weights = bill.weights - experts - (0 if spec.tied else bill.stored["embedding"])
-    if spec.experts:
-        experts = int(experts * (1 - (1 - spec.experts.active / spec.experts.routed) ** whole("batch", batch)))
+    experts = int(experts * experts_met(spec, batch))
     return weights + experts + whole("batch", batch) * kv_cache(spec, context, layout, kv_dtype)
+
+
+def experts_met(spec: ModelSpec, batch: int) -> float:
+    """The share of each layer's routed experts that a step of `batch` tokens needs: 1 − (1 − active/routed)^batch on
+    average if the router is even. 1 without experts."""
+    whole("batch", batch)
+    return 1 - (1 - spec.experts.active / spec.experts.routed) ** batch if spec.experts else 1.0
 
 
 def decode_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1,
