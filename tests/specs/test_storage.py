@@ -70,6 +70,13 @@ def test_plain_formats_store_everything_alike(name, bits):
     assert format_of(form) is form
 
 
+def test_the_rest_can_be_in_another_dtype():
+    form = format_of("int4").beside("float32")
+    assert (form.name, form.rest, form.matrix) == ("int4 beside fp32", format_of("fp32").rest, format_of("int4").matrix)
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        form.beside("int8")
+
+
 @pytest.mark.parametrize("name", ["int3", "FP8", torch.int8, None, 8])
 def test_an_unknown_format_is_refused_with_all_names(name):
     with pytest.raises(ValueError, match=r"unknown dtype .*fp64.*fp32.*bf16.*fp16.* int8, int4, fp8, mxfp4, fp4-fp8$"):

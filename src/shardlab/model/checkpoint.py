@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from ..specs import ModelSpec
 from .folders import written_whole
 from .hf_config import config
-from .parameters import Window, distinct, materialise
+from .parameters import Window, distinct, materialised
 from .stored import WHOLE, Stored, some
 from .transformer import Transformer
 
@@ -29,7 +30,6 @@ def from_folder(
     return model
 
 
-@torch.no_grad()
 def load(model: Transformer, folder: str | Path, device: torch.device | str = "cpu") -> int:
     """Fill `model` from a Hugging Face folder and return the bytes read: those of its own slices, no others.
 
@@ -38,12 +38,22 @@ def load(model: Transformer, folder: str | Path, device: torch.device | str = "c
     changed, on missing, unexpected or mis-shaped tensors and damaged files; afterwards where tied tensors are stored
     twice and differ.
     """
+    return sum(read for _, read in filling(model, folder, device))
+
+
+@torch.no_grad()
+def filling(
+    model: Transformer, folder: str | Path, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, int]]:
+    """`load` step by step: (name, bytes read) of one parameter of `model` after another, each as it is filled.
+
+    The next one takes no memory before it is asked for, so that the caller can make the last one smaller first.
+    """
     with Stored(folder) as stored:
         sources = _match(model, stored)
-        materialise(model, device)
-        read = 0
-        for (_, parameter), (first, *copies) in zip(distinct(model), sources, strict=True):
-            read += _fill(parameter, stored.tensor(first))
+        for (names, unfilled), (first, *copies) in zip(distinct(model), sources, strict=True):
+            parameter = materialised(model, names, unfilled, device)
+            read = _fill(parameter, stored.tensor(first))
             for copy in copies:
                 part = _part(parameter, stored.tensor(copy))
                 read += part.nbytes
@@ -52,7 +62,8 @@ def load(model: Transformer, folder: str | Path, device: torch.device | str = "c
                         f"{folder} ties {first} and {copy}, yet stores two different tensors: "
                         'set "tie_word_embeddings": false in its config.json to keep both'
                     )
-    return read
+            del parameter  # the caller's to drop
+            yield names[0], read
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -64,6 +75,8 @@ def save(model: Transformer, folder: str | Path) -> None:
     parameters = {_stored_name(names[0]): parameter for names, parameter in distinct(model)}
     whole = {_stored_name(tensor.name): tensor.shape for tensor in model.spec.tensors()}
     for name, parameter in parameters.items():
+        if name not in whole:
+            raise ValueError(f"{name} is no weight of the plain model: if it was quantised, save it before that")
         # by its shape too: `load_state_dict(assign=True)` replaces parameters, and the window is lost
         cut = hasattr(parameter, "window") or tuple(parameter.shape) != whole[name]
         if cut or parameter.is_meta:

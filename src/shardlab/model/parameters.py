@@ -34,13 +34,22 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
     Ties stay ties (`nn.Module.to_empty` would break them), and a parameter's attributes, its window among them, stay.
     """
-    for names, old in distinct(model):
-        if old.is_meta:
-            new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)
-            for name in names:
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, new)
+    for names, parameter in distinct(model):
+        materialised(model, names, parameter, device)
+
+
+def materialised(
+    model: nn.Module, names: list[str], old: nn.Parameter, device: torch.device | str
+) -> nn.Parameter:
+    """`old`, or if it is on meta its successor under all its `names`, with memory on `device`."""
+    if not old.is_meta:
+        return old
+    new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, new)
+    return new
 
 
 @torch.no_grad()

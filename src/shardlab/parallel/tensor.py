@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..comm.regions import copy_to, gather_from, reduce_from
 from ..model.attention import Attention
@@ -40,6 +41,8 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
         return model
     if isinstance(model.lm_head, VocabParallelHead):
         raise ValueError("this model is cut already: cut the plain one")
+    if any(parametrize.is_parametrized(module) for module in model.modules()):
+        raise ValueError("this model is quantised: cut the plain one, then quantise each part")
     tied = model.lm_head.weight is model.embed_tokens.weight
     model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group)
     model.lm_head = VocabParallelHead(model.lm_head, group)

@@ -57,6 +57,11 @@ class Format(NamedTuple):
             return self.expert
         return self.matrix if group in _MATRICES else self.rest
 
+    def beside(self, dtype: object) -> Format:
+        """The same matrices, with the rest in another plain `dtype`: `format_of("int8").beside("fp32")`."""
+        plain = dtype_of(dtype)
+        return self._replace(name=f"{self.name} beside {plain.name}", rest=_plain(plain).rest)
+
 
 _MATRICES = frozenset(("attention", "mlp", "shared"))
 _BF16 = Packed("bf16", 16)
