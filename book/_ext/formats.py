@@ -6,7 +6,7 @@ only where the number is exact, so that "17.60 GB" says where the rounding was.
     B kB MB GB TB KiB MiB GiB TiB    bytes in that unit             GB/s Gbit/s TFLOP/s …   the same, a second
     decimal binary size              bytes in the unit that fits, of ten, of two, or both and in full
     s                                seconds in ns, µs, ms or s, the unit that fits, to three digits
-    us ms minutes hours days         seconds in that unit
+    us ms minutes hours days years   seconds in that unit; a year has 365.25 days
     count million billion            a number of things, whole
     ratio %                          7.9× and 85%, of 7.9 and 0.85
     number text                      a number without a unit; anything as Python prints it
@@ -26,7 +26,8 @@ BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**
 WORK = {f"{prefix}FLOP": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))}
 RATES = {f"{unit}/s": one for unit, one in {**BYTES, **WORK}.items()}
 BITS = {f"{prefix}bit/s": Fraction(1000**i, 8) for i, prefix in enumerate(("", "k", "M", "G", "T"))}
-TIMES = {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "minutes": 60, "hours": 3600, "days": 86400}
+TIMES = {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "minutes": 60, "hours": 3600, "days": 86400,
+         "years": 31557600}
 COUNTS = {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALES: dict[str, int | Fraction] = {**BYTES, **WORK, **RATES, **BITS, **TIMES, **COUNTS}
 SPELLED = {"us": "µs"}

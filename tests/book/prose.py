@@ -31,6 +31,9 @@ HIDDEN = [
 ]
 SENTENCE = re.compile(r"(?<=[.!?])[)”\"*_]*\s+(?=[A-Z“\"*(\[{])|\n(?=\s*(?:[-*+]|\d+\.|\|)\s)")
 STAND_IN = "#"
+PRESENT = re.compile(r"\b(?:today(?:['’]s)?|nowadays|currently|at present|these days|as of now|the (?:latest|newest))\b",
+                     re.I)
+YEAR = re.compile(r"\b20\d\d\b")
 
 
 def sentences(block: Block) -> Iterable[tuple[int, str]]:
@@ -74,3 +77,14 @@ def problems(name: str, text: str, allowed: list[dict[str, str]]) -> list[str]:
              for line, number in typed if number not in here]
     return wrong + [f"{name}: {number!r} is allowed and no longer there" for number in here
                     if number not in {number for _, number in typed}]
+
+
+def undated(text: str) -> list[tuple[int, str]]:
+    """(line, word) of every sentence that speaks of the present and doesn't say when that was: a year, or a cite."""
+    found = []
+    for block in read(text).blocks:
+        for line, sentence in sentences(block):
+            word = PRESENT.search(visible(sentence))
+            if word and not YEAR.search(sentence) and not CITE.search(sentence):
+                found.append((line, word[0]))
+    return found

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prose import problems, typed_numbers
+from prose import problems, typed_numbers, undated
 
 BOOK = Path(__file__).parents[2] / "book"
 PAGES = sorted(BOOK.glob("*.md"))
@@ -14,6 +14,11 @@ PAGES = sorted(BOOK.glob("*.md"))
 def test_numbers_are_computed_or_quoted(page):
     allowed = yaml.safe_load((BOOK / "numbers_allow.yml").read_text())
     assert not problems(page.name, page.read_text(encoding="utf-8"), allowed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_said_of_the_present_is_dated(page):
+    assert undated(page.read_text(encoding="utf-8")) == []
 
 
 def test_every_allowed_number_has_a_page_and_a_reason():
@@ -84,3 +89,16 @@ def test_an_allowed_number_has_to_be_there():
     assert problems("a.md", "Under 60 s.", [entry]) == []
     assert "no longer there" in problems("a.md", "Fast.", [entry])[0]
     assert "'60 s' is typed" in problems("b.md", "Under 60 s.", [entry])[0]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("Cards have plenty of memory nowadays.", ["nowadays"]),
+    ("One.\nTwo. Today's cards have more.", ["Today's"]),
+    ("In 2026 cards have plenty. The latest has more.", ["The latest"]),
+    ("The largest card today, in 2026, has {num}`b300.printed | GB`.", []),
+    ("The newest card has more {cite:p}`x2025`.", []),
+    ("`today` is a name, and a date is no market.", []),
+])
+def test_the_present_without_a_year_is_seen(text, words):
+    """FAULTS 27, numbers that books got wrong: every market claim needs its date."""
+    assert [word for _, word in undated(text)] == words
