@@ -31,8 +31,7 @@ HIDDEN = [
 ]
 SENTENCE = re.compile(r"(?<=[.!?])[)”\"*_]*\s+(?=[A-Z“\"*(\[{])|\n(?=\s*(?:[-*+]|\d+\.|\|)\s)")
 STAND_IN = "#"
-PRESENT = re.compile(r"\b(?:today(?:['’]s)?|nowadays|currently|at present|these days|as of now|the (?:latest|newest))\b",
-                     re.I)
+PRESENT = re.compile(r"\b(?:today(?:['’]s)?|nowadays|currently|at present|these days|the (?:latest|newest))\b", re.I)
 YEAR = re.compile(r"\b20\d\d\b")
 
 
