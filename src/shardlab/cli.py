@@ -1,0 +1,160 @@
+"""The command line: `shardlab plan MODEL --card h100 --cards 8`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .cost import Bill, Plan, Serve, Train, ladder
+from .specs import ModelSpec, bundled_models, find_card, find_model, format_of
+from .specs.units import count
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+COLOURS = {"yes": "bold green", "would": "yellow", "no": "red"}
+BYTES = ("a card holds", "GB", "GiB")
+NARROW = 80  # columns of a terminal below which a bill leaves its derivations out
+
+
+@app.callback()
+def shardlab() -> None:
+    """What a model needs, on which cards, before any of them is started."""
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A bundled name (llama-3.1-70b), a config.json or a folder with one.")],
+    card: Annotated[str, typer.Option(help="A bundled name (h100), or your own card's .toml or .json.")] = "h100",
+    cards: Annotated[int, typer.Option(help="How many cards there are.")] = 1,
+    train: Annotated[bool, typer.Option("--train/--serve", help="What the cards are for.")] = False,
+    dtype: Annotated[str | None, typer.Option(
+        help="How weights are stored: bf16, fp8, int4, … When left out: as published to serve, bf16 to train.")] = None,
+    reserve: Annotated[str | None, typer.Option(
+        help="Set aside on each card for the CUDA context and buffers, an assumption: 1 GiB when left out.")] = None,
+    context: Annotated[int | None, typer.Option(help="Serve: tokens of a request, prompt and answer.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Serve: requests at once.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Serve: how the KV cache is stored.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Serve: seconds that a token may take.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Serve: tokens a second that are asked for in all.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Train: sequences of a step on each replica.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Train: tokens of a sequence.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="Train: selective or full.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Train: adamw, sgd or sgd+momentum.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data: inputs, parameters, steps, bill.")] = False,
+) -> None:
+    """Say whether MODEL fits on the cards, and what to try in which order if it does not."""
+    serving = {"context": context, "concurrency": concurrency, "kv_dtype": kv_dtype, "latency": latency, "rate": rate}
+    training = {"batch": batch, "seq": seq, "recompute": recompute, "optimizer": optimizer}
+    both = {"reserve": reserve}
+    try:
+        task = train_task(dtype, training | both, serving) if train else serve_task(dtype, serving | both, training)
+        made = ladder(model_of(model), find_card(card), task, cards)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=2))
+    else:
+        show(made)
+
+
+def model_of(name: str) -> ModelSpec:
+    """A bundled model by its name, or the model of a config.json or of a folder with one."""
+    is_path = name.endswith(".json") or os.sep in name or Path(name).is_dir()
+    return ModelSpec.from_config(name) if is_path and name.lower() not in bundled_models() else find_model(name)
+
+
+def serve_task(dtype: str | None, options: dict[str, Any], foreign: dict[str, Any]) -> Serve:
+    """What is to be served. Raises ValueError on options of training."""
+    return Serve(dtype=dtype, **given(options, foreign, "--train"))
+
+
+def train_task(dtype: str | None, options: dict[str, Any], foreign: dict[str, Any]) -> Train:
+    """What is to be trained, with master weights in fp32 unless `dtype` is as wide. Raises ValueError like above."""
+    dtype = dtype or Train.dtype
+    master = None if format_of(dtype).rest.bits >= 32 else "fp32"
+    return Train(dtype=dtype, master=master, **given(options, foreign, "--serve"))
+
+
+def given(options: dict[str, Any], foreign: dict[str, Any], other: str) -> dict[str, Any]:
+    """The options that were given. ValueError where one was that belongs to the `other` task."""
+    for name, value in foreign.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} goes with {other}: leave it out or add {other}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse(error: Exception) -> NoReturn:
+    """One line on stderr that says what to change, and exit code 2."""
+    text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+    print("shardlab:", " ".join(text.split()), file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def show(made: Plan) -> None:
+    """The plan in a terminal: the steps, the answer, and the bill of what each card then holds."""
+    console = Console(highlight=False)
+    narrow, active = console.width < NARROW, f", {count(made.spec.active)} of them used by each token"
+    console.print(Text(made.title, style="bold"))
+    console.print(f"{count(made.spec.total)} parameters" + (active if made.spec.experts else ""), style="dim")
+    console.print(steps_table(made, narrow))
+    console.print(Text("\n" + "\n".join(made.footnotes), style="bold"))
+    if made.bill:
+        console.print()
+        console.print(Text(made.bill.title, style="bold"))
+        console.print(bill_table(made.bill, narrow))
+        console.print(Text("\n".join(made.bill.footnotes), style="dim"))
+
+
+def steps_table(made: Plan, narrow: bool) -> Table:
+    """What was tried, in order, with the number that decided it; in a narrow terminal that stands below."""
+    table = plain_table("does it?", "step") if narrow else plain_table("does it?", "step", "a card holds", "why")
+    for step, row in zip(made.steps, made.rows, strict=True):
+        does, name, nbytes = Text(step.does, style=COLOURS[step.does]), Text(step.name), row.cells()[2]
+        table.add_row(*((does, Text(f"{step.name}\n{nbytes} a card; {step.why}")) if narrow else
+                        (does, name, nbytes, Text(step.why))))
+    return table
+
+
+def bill_table(bill: Bill, narrow: bool) -> Table:
+    """A bill's rows; in a narrow terminal without their derivations."""
+    headings = ("what", "GB", "GiB") if narrow else ("what", "how it comes about", "GB", "GiB", "")
+    table = plain_table(*headings)
+    for row in bill.rows:
+        label, derivation, decimal, binary, note = map(Text, row.cells())
+        table.add_row(*((label, decimal, binary) if narrow else (label, derivation, decimal, binary, note)))
+    return table
+
+
+def plain_table(*headings: str) -> Table:
+    """A table without lines; bytes are to the right and never broken."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in headings:
+        nbytes = heading in BYTES
+        table.add_column(heading, justify="right" if nbytes else "left", no_wrap=nbytes, header_style="dim")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line. Wrong usage too is one line on stderr, and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no × shows a ?, instead of failing
+    try:
+        sys.exit(app(arguments, standalone_mode=False))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's, which typer keeps in a place of its own
+            raise
+        print("shardlab:", error.format_message(), "(see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
