@@ -59,7 +59,7 @@ def test_a_hook_on_a_block_acts_in_the_real_forward_alone(recompute):
     """FAULTS E7: what is logged of a block must not be logged again when backward computes it a second time."""
     model, logged = initialise(Transformer(SPEC, recompute)), []
     for layer in model.layers:
-        layer.register_forward_hook(lambda *args: logged.append(args))
+        layer.register_forward_pre_hook(lambda *args: logged.append(args))
     model.loss(TOKENS, TOKENS).backward()
     assert len(logged) == SPEC.layers
 

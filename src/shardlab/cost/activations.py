@@ -87,13 +87,13 @@ class Activations(Bill):
     def rows(self) -> list[Row]:
         rows, names = [], ["dense layer", "layer with experts"] if len(self.kinds) > 1 else ["layer"]
         for name, (_, terms) in zip(names, self.kinds, strict=True):
-            rows += [*_detail(terms), Row(f"a {name}", "", _sum(terms))]
+            rows += [*_detail(terms), Row(f"a {name}", "sum of these", _sum(terms))]
         text = " + ".join(f"{times} × a {name}" for name, (times, _) in zip(names, self.kinds, strict=True))
-        rows += [Row("layers", text, self.layers), *_detail(self.saved.ends()), Row("ends", "", self.ends),
-                 *_detail(self.saved.loss()), Row("loss", "", self.loss),
+        rows += [Row("layers", text, self.layers), *_detail(self.saved.ends()), Row("ends", "sum of these", self.ends),
+                 *_detail(self.saved.loss()), Row("loss", "sum of these", self.loss),
                  Row("kept", "layers + ends + loss", self.total)]
         if self.again:
-            rows += [*_detail(self.again), Row("a layer again", "", self.recomputed)]
+            rows += [*_detail(self.again), Row("a layer again", "sum of these", self.recomputed)]
         most = "logits" if self.logits >= self.recomputed else "a layer again"
         return [*rows, Row("logits", self.saved.logits().derivation, self.logits, note=self.saved.logits().what),
                 Row("at most", f"layers + ends + {most}", self.peak)]
