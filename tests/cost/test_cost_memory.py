@@ -111,6 +111,8 @@ def test_mixed_precision_keeps_16_bytes_a_parameter_or_18():
     plain = memory(spec, dtype="bf16", training=True, master="fp32", optimizer="sgd")
     assert plain.per_rank == 8 * n
     assert sum(mixed.groups.values()) == mixed.per_rank
+    own = memory(spec, dtype="fp32", training=True, master="fp32")  # its own master weights
+    assert own.master_weights == 0 and own.per_rank == memory(spec, dtype="fp32", training=True).per_rank
 
 
 MIXTURE = dict(experts=Experts(routed=6, active=2, ffn=20, shared=1, first_dense=1, routing_bias=True),
@@ -139,8 +141,9 @@ def test_what_leads_down_to_a_latent_is_whole_on_every_rank_and_the_heads_are_cu
 
 
 def test_quantised_weights_are_not_trained():
-    with pytest.raises(ValueError, match="weights stored as int8 are served, not trained here: train with fp32, bf16"):
-        memory(ModelSpec(**SIZES), dtype="int8", training=True)
+    for dtype in ("int8", "mxfp4"):
+        with pytest.raises(ValueError, match=f"weights stored as {dtype} are served, not trained here: train with fp32"):
+            memory(ModelSpec(**SIZES), dtype=dtype, training=True)
     with pytest.raises(ValueError, match="master = 'fp32' and gradients = None are held in training"):
         memory(ModelSpec(**SIZES), dtype="bf16", master="fp32")
 

@@ -189,3 +189,12 @@ def test_the_card_of_the_lab_takes_the_lab_model_in_fewer_bits():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_context_that_the_model_was_not_made_for_is_said():
+    long = ladder(find_model("llama-2-7b"), H100, Serve(context=8192))
+    assert long.footnotes[0] == "8,192 tokens are more than the 4,096 that llama-2-7b was made for."
+    assert len(ladder(EIGHT, H100, Serve(context=8192)).footnotes) == 1
+    assert "16,384 tokens" in ladder(find_model("llama-2-7b"), H100, Train(seq=16384)).footnotes[0]
+    with pytest.raises(ValueError, match="gpt2 has learned 1,024 positions, too few for 8,192 tokens"):
+        ladder(find_model("gpt2"), H100, Serve(context=8192))

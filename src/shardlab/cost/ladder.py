@@ -62,7 +62,10 @@ class Plan(Bill):
 
     @property
     def footnotes(self) -> list[str]:
-        return [f"Answer. {self.answer}"]
+        tokens = self.task.context if isinstance(self.task, Serve) else self.task.seq
+        made_for = self.spec.max_positions
+        beyond = [f"{tokens:,} tokens are more than the {made_for:,} that {self.spec.name} was made for."]
+        return (beyond if tokens > made_for else []) + [f"Answer. {self.answer}"]
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: inputs, parameter counts, steps, answer, the bill that was chosen."""

@@ -131,7 +131,7 @@ class MemoryBill(Bill):
     def rows(self) -> list[Row]:
         held = sum(self.elements.values())
         rows = [self._group(group) for group, n in self.elements.items() if n]
-        plain = len({self.format.matrix, self.format.expert, self.format.rest}) == 1
+        plain = self.format.matrix == self.format.expert == self.format.rest
         width = f"{self.format.rest.bits // 8} B" if plain else f"{self.weights / held:.4f} B"
         params = f"{_part(self.spec.total, held, self.layout.tp)} params × {width} ({self.format.name})"
         rows.append(Row("weights", params, self.weights, note=self._note(self.weights, self.active)))
@@ -189,8 +189,9 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     `training` adds gradients and the states of `optimizer`: "adamw", "sgd" or "sgd+momentum", as PyTorch keeps them.
     `master="fp32"` is mixed precision: the optimizer steps a copy of the weights in fp32 and has its moments so. Then
     bf16 takes 16 bytes a parameter, 2 + 2 + 4 + 8 (ZeRO, arXiv:1910.02054, §3.1), and 18 with `gradients="fp32"`
-    (Megatron-LM's main gradients). Raises ValueError on an unknown format or optimizer, on quantised weights to be
-    trained, and on a layout that `spec` doesn't allow.
+    (Megatron-LM's main gradients). Weights in `master`'s own format are the master weights, and have no copy. Raises
+    ValueError on an unknown format or optimizer, on quantised weights to be trained, and on a layout that `spec`
+    doesn't allow.
     """
     if optimizer not in _OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(_OPTIMIZERS)}")
@@ -198,7 +199,7 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     layout.check(spec)
     if not training and (master or gradients):
         raise ValueError(f"master = {master!r} and gradients = {gradients!r} are held in training: training=True")
-    if training and form.matrix != form.rest:
+    if training and not form.matrix == form.expert == form.rest:
         raise ValueError(f"weights stored as {form.name} are served, not trained here: train with fp32, bf16 or fp16")
     elements, tensors, stored = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     copied, p = 0, layout.tp
@@ -209,7 +210,8 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
         stored[group] += times * form.of(group, shape).nbytes(shape)
         copied += times * tensor.size * (tensor.copies(p) - 1)
     padding = p * sum(elements.values()) - spec.total - copied
-    return MemoryBill(spec, layout, form, optimizer if training else None, dtype_of(master) if master else None,
+    copy = dtype_of(master) if master and dtype_of(master).name != form.rest.name else None
+    return MemoryBill(spec, layout, form, optimizer if training else None, copy,
                       dtype_of(gradients or form.rest.name) if training else None, elements, tensors, stored, copied,
                       padding)
 

@@ -25,14 +25,16 @@ def serving(spec: ModelSpec, layout: Layout | None = None, *, context: int, conc
     """
     if isinstance(host_kv, bool) or not 0 <= host_kv <= 1:
         raise ValueError(f"host_kv = {host_kv!r} is a share of the cache: 0 to 1")
+    if spec.learned_positions and context > spec.max_positions:
+        raise ValueError(f"{spec.name} has learned {spec.max_positions:,} positions, too few for {context:,} tokens")
     bill = memory(spec, layout, dtype)
     one = kv_cache(spec, whole("context", context), bill.layout, kv_dtype)
     cache = whole("concurrency", concurrency) * one
     away = round(cache * host_kv)
     tokens = min(whole("chunk", chunk), concurrency * context)
     work = forward_peak(spec, bill.layout, tokens=tokens, sequences=concurrency, dtype=bill.format.rest.name,
-                        logits=concurrency)
-    each = f"{concurrency:,} requests × {context:,} tokens of {one:,} B ({kv_dtype})"
+                        logits=concurrency, device="cuda")
+    each = f"{concurrency:,} request{'s' if concurrency > 1 else ''} × {context:,} tokens of {one:,} B ({kv_dtype})"
     parts = [Part("KV cache", cache - away, each),
              Part("activations", work, f"a forward pass over {tokens:,} tokens of prompts"), reserved(reserve)]
     if away:
