@@ -1,6 +1,7 @@
-"""The book's colours: one for each axis, one for each kind of work, told apart by colour-blind readers too.
+"""The book's colours: one for each axis, for each kind of work, for each kind of thing that a card holds.
 
-Axes take the colours of Okabe and Ito (jfly.uni-koeln.de/color), work the muted ones of Paul Tol.
+Told apart by colour-blind readers too. Axes take the colours of Okabe and Ito (jfly.uni-koeln.de/color), work and what
+is held the muted ones of Paul Tol.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ AXES = {
     "world": Axis("#777777", "W"),
 }
 WORK = {"forward": "#88CCEE", "backward": "#332288", "weight gradient": "#DDCC77", "idle": "#DDDDDD"}
+HELD = {"weights": "#117733", "gradients": "#999933", "master weights": "#44AA99", "moments": "#CC6677",
+        "activations": "#AA4499", "logits": "#882255", "KV cache": "#332288", "buffers": "#BBBBBB"}
 INK, PALE = "#333333", "#F3F3F3"
 
 
