@@ -91,11 +91,15 @@ class Unpack(nn.Module):
 
 
 def pack(weight: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight (out, in) → its numbers as bytes (out, bytes of a row) and its scales, one a block (down, across)."""
+    """A weight (out, in) → its numbers, as bytes (out, bytes of a row), and its scales.
+
+    The scales are (blocks down, blocks across).
+    """
     rows, columns = weight.shape
     largest, blocks = _LARGEST[packed.name], _blocks(weight.float(), packed)
-    scales = (blocks.abs().amax((1, 3)) / largest).to(_SCALES[packed.scale_bytes])
-    scales = scales.where(scales > 0, 1)  # all zeros, as padding is
+    top = blocks.abs().amax((1, 3))
+    scales = (top / largest).to(_SCALES[packed.scale_bytes])
+    scales = scales.where(scales > 0, 1)  # where all is zero, as padding is
     x = (blocks / scales.float()[:, None, :, None]).clamp(-largest, largest)
     x = x.flatten(2).flatten(0, 1)[:rows, :columns]
     if packed.name == "fp8":
@@ -103,12 +107,13 @@ def pack(weight: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tens
     numbers = x.round().to(torch.int8)
     if packed.name == "int8":
         return numbers.view(torch.uint8), scales
-    pairs = F.pad(numbers + 8, (0, columns % 2)).to(torch.uint8)  # 1 to 15: four bits without a sign
+    pairs = F.pad(numbers + 8, (0, columns % 2)).to(torch.uint8)  # 1 to 15, in 4 bits
     return pairs[:, 0::2] | pairs[:, 1::2] << 4, scales
 
 
-def unpack(numbers: torch.Tensor, scales: torch.Tensor, packed: Packed, columns: int) -> torch.Tensor:
-    """The weight (out, `columns`) in float32, from what `pack` gave: each number times the scale of its block."""
+def unpack(numbers: torch.Tensor, scales: torch.Tensor, packed: Packed,
+           columns: int) -> torch.Tensor:
+    """What `pack` gave → the weight (out, `columns`) in float32, rounded."""
     if packed.name == "fp8":
         x = numbers.view(_E4M3)
     elif packed.name == "int8":
