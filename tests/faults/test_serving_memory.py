@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardlab import cost
 from shardlab.cost import Serve, forward_peak, kv_cache, kv_per_token, ladder, memory, requests_that_fit, serving
+from shardlab.cost.step import tensor_degrees
 from shardlab.specs import CardSpec, Layout, ModelSpec, bundled_models, find_card, find_model
 
 GIB, KIB = 2**30, 2**10
@@ -150,25 +151,22 @@ def test_sv8_hidden_size_and_query_heads_do_not_size_the_cache(name):
 
 # SV10: heads that a degree does not divide are refused where it is planned
 
+FOUR = ModelSpec(hidden=64, layers=2, heads=24, kv_heads=4, head_dim=16, ffn=90, vocab=101)
+
 
 @pytest.mark.parametrize("tp", [3, 6, 7, 16, 64])
 def test_sv10_half_a_head_is_refused_by_every_account(tp):
-    """transformers#48307, exo#1669: 4 KV heads on TP 8 left half a head a rank. 8 copies each; these don't divide."""
-    four = ModelSpec(hidden=64, layers=2, heads=8, kv_heads=4, head_dim=16, ffn=90, vocab=101)
+    """transformers#48307, exo#1669: 4 KV heads on TP 8 left half a head a rank. There copies do; on 3 or 6 ranks, which
+    divide the 24 query heads, nothing does."""
     layout = Layout(tp)
-    for account in (lambda: memory(four, layout), lambda: serving(four, layout, context=99),
-                    lambda: cost.training(four, layout, batch=1, seq=9), lambda: cost.traffic(four, layout, 1, 9),
-                    lambda: kv_cache(four, 99, layout), lambda: requests_that_fit(GIB, four, 99, layout),
-                    lambda: forward_peak(four, layout, tokens=9)):
-        with pytest.raises(ValueError, match=f"tp = {tp} does not cut the 8 heads .*tp can be 1, 2, 4, 8"):
+    for account in (lambda: memory(FOUR, layout), lambda: serving(FOUR, layout, context=99),
+                    lambda: cost.training(FOUR, layout, batch=1, seq=9), lambda: cost.traffic(FOUR, layout, 1, 9),
+                    lambda: kv_cache(FOUR, 99, layout), lambda: requests_that_fit(GIB, FOUR, 99, layout),
+                    lambda: forward_peak(FOUR, layout, tokens=9)):
+        with pytest.raises(ValueError, match=f"tp = {tp} does not cut the 24 heads .*tp can be 1, 2, 4, 8, 12, 24"):
             account()
 
 
 def test_sv10_the_ladder_proposes_no_such_degree():
-    nine = find_model("smollm2-135m")  # 9 heads, 3 KV heads
-    tiny = replace(H100, physical=None, usable=130 * 2**20, host_link=None)
-    for cards in range(2, 9):
-        steps = ladder(nine, tiny, Serve(context=64, latency=10, reserve="1 MiB"), cards).steps
-        degrees = {step.bill.layout.tp for step in steps if step.name.startswith("cut, tensor") and step.bill}
-        assert degrees <= {3}
-        assert bool(degrees) == (cards % 3 == 0)
+    assert {tp for cards in range(2, 9) for tp in tensor_degrees(FOUR, H100, cards)} == {2, 4, 8}
+    assert kv_per_token(FOUR, Layout(8)) == kv_per_token(FOUR, Layout(4)) == FOUR.layers * 2 * 16 * 2
