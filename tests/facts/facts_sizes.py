@@ -30,9 +30,9 @@ def ends(spec):
 
 
 def year(key):
-    """The year of a publication in the book's references."""
+    """The year in which a paper of the book's references was first public: what its arXiv number begins with."""
     entry = re.search(rf"@\w+{{{key},(.*?)\n}}", BIBLIOGRAPHY.read_text(encoding="utf-8"), re.S)[1]
-    return int(re.search(r"year\s*=\s*{(\d+)}", entry)[1])
+    return 2000 + int(re.search(r"arXiv:(\d\d)\d\d\.", entry)[1])
 
 
 @cache
