@@ -12,26 +12,35 @@ from ..specs.check import whole
 from ..specs.layout import layout_of
 
 
-def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16") -> int | float:
-    """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, or "fp8" (a byte a number).
+def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16"
+                 ) -> int | float:
+    """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, or "fp8"
+    (a byte a number).
 
-    A rank has at least one KV head, so a tp beyond the KV heads saves nothing more; a latent is whole on every rank.
-    MLA in fp8 is DeepSeek's layout: the latent in fp8 with an fp32 scale for each 128 numbers, the rotated key in bf16
-    (FlashMLA). Compressed attention has one published format, whatever `dtype` says, and grows by less than an entry a
-    token. Windowed layers don't grow. Raises ValueError on an unknown dtype and like `memory`.
+    A rank has at least one KV head, so a tp beyond the KV heads saves nothing more; a
+    latent is whole on every rank. MLA in fp8 is DeepSeek's layout: the latent in fp8 with
+    an fp32 scale for each 128 numbers, the rotated key in bf16 (FlashMLA). Compressed
+    attention has one published format, whatever `dtype` says, and grows by less than an
+    entry a token. Windowed layers don't grow. Raises ValueError on an unknown dtype and
+    like `memory`.
     """
     layout = layout_of(layout)
     layout.check(spec)
     width = _width(dtype)
     if spec.compressed:
-        return sum(layers / ratio * _entry(ratio) for ratio, layers in spec.compressed.ratios)
+        ratios = spec.compressed.ratios
+        return sum(layers / ratio * _entry(ratio) for ratio, layers in ratios)
     if spec.latent:
         return spec.layers * _latent(spec.latent, dtype, width)
     return (spec.layers - spec.windowed_layers) * _heads(spec, layout, width)
 
 
 def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16") -> int:
-    """Bytes that each rank caches for one request of `tokens` tokens, prompt and answer. Raises like `kv_per_token`."""
+    """Bytes that each rank caches for one request of `tokens` tokens, prompt and answer.
+
+    What compressed attention keeps of its last tokens, under 5 MB a request in DeepSeek-V4, is not in it. Raises like
+    `kv_per_token`.
+    """
     whole("tokens", tokens)
     layout = layout_of(layout)
     growing = kv_per_token(spec, layout, dtype)
@@ -51,7 +60,7 @@ def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | 
 
 
 def _heads(spec: ModelSpec, layout: Layout, width: int) -> int:
-    """Bytes of a token in one layer, on one rank: a key and a value for each KV head there."""
+    """Bytes of a token in one layer, on one rank: a key and a value for each KV head."""
     return 2 * max(1, spec.kv_heads // layout.tp) * spec.head_dim * width
 
 

@@ -24,7 +24,8 @@ class Packed(NamedTuple):
     scale_bytes: int = 0
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor of `shape`, scales included. Each row fills whole bytes: 5 numbers of 4 bits take 3."""
+        """Bytes of a tensor of `shape`, scales included. Each row fills whole bytes: 5
+        numbers of 4 bits take 3."""
         packed = math.prod(shape[:-1]) * -(-shape[-1] * self.bits // 8)
         return packed + self.scales(shape) * self.scale_bytes if self.block else packed
 
