@@ -100,8 +100,9 @@ class _Try:
             return f"does not fit: {decimal(bill.weights)} of weights alone in {decimal(room)}: the weights bind"
         fit = requests_that_fit(room - beside, self.spec, self.task.context, self.layout, self.kv_dtype)
         if not fit:
-            return (f"does not fit: beside {decimal(beside)} of weights and work, {decimal(max(0, room - beside))} are "
-                    "left, less than one request's cache")
+            left = (f"leaves {decimal(room - beside)}, less than one request's cache" if room > beside
+                    else f"is more than {decimal(room)}, before any request")
+            return f"does not fit: {decimal(beside)} of weights and work {left}"
         return (f"{fit} of {self.task.concurrency} requests fit beside {decimal(beside)} of weights and work: the "
                 "cache binds")
 

@@ -84,28 +84,35 @@ def _bigger_card(card: CardSpec, plain: MemoryBill, full: MemoryBill) -> Step:
 
 
 def _cut(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[Step]:
-    """The data axis first, its states shared out (ZeRO); then tensor parallelism inside a domain beside it.
+    """The data axis first, its states shared out (ZeRO), as far as it takes; recomputation only if that won't do; then
+    tensor parallelism inside a domain beside it.
 
     What ZeRO leaves on a rank is a formula here (arXiv:1910.02054, §5): chapter 4 runs it.
     """
     for tp in (1, *tensor_degrees(spec, card, cards)):
-        bill = task.bill(spec, Layout(tp), recompute="full")
         dp = cards // tp
-        rest = bill.per_rank - bill.weights - bill.gradients - bill.states
-        for stage in (1, 2, 3) if dp > 1 else (0,):
-            held = rest + _states(bill, stage, dp)
-            if held <= card.memory:
-                name = " and ".join([f"tensor parallel over {tp}"] * (tp > 1) + [f"ZeRO-{stage} over {dp}"] * (dp > 1))
-                yield Step(f"cut, {name}", "yes", held, f"{decimal(held)} of {decimal(card.memory)} on each card, "
-                           "recomputing in full" + (" (by formula; chapter 4 runs it)" if dp > 1 else ""),
-                           bill if dp == 1 else None)
-                return
+        for recompute in dict.fromkeys((task.recompute, "full")):
+            bill = task.bill(spec, Layout(tp), recompute)
+            beside = bill.per_rank - bill.weights - bill.gradients - bill.states
+            for stage in (1, 2, 3) if dp > 1 else (0,):
+                held = beside + _states(bill, stage, dp)
+                if held <= card.memory:
+                    yield _cut_step(tp, dp, stage, recompute, held, card, bill)
+                    return
     bill = task.bill(spec, recompute="full")
     states = bill.weights + bill.gradients + bill.states
     room = card.memory - (bill.per_rank - states)
     more = f"{math.ceil(states / room)} cards or more" if room > 0 else "a shorter sequence, or cuts of the activations"
     yield Step("cut further", "no", states // cards,
                f"{decimal(states)} of weights, gradients and states ask for {more}")
+
+
+def _cut_step(tp: int, dp: int, stage: int, recompute: str | None, held: int, card: CardSpec, bill: MemoryBill) -> Step:
+    name = " and ".join([f"tensor parallel over {tp}"] * (tp > 1) + [f"ZeRO-{stage} over {dp}"] * (dp > 1))
+    why = f"{decimal(held)} of {decimal(card.memory)} on each card"
+    why += ", recomputing in full" if recompute == "full" else ""
+    why += " (by formula; chapter 4 runs it)" if dp > 1 else ""
+    return Step(f"cut, {name}", "yes", held, why, bill if dp == 1 else None)
 
 
 def _states(bill: MemoryBill, stage: int, dp: int) -> int:
