@@ -8,6 +8,8 @@
     with ranks(4) as r:                              # ranks that stay: each further run costs milliseconds
         r.run(total, torch.ones(2))
 
+    launch(total, 4, torch.ones(2), card="256 MiB")  # ranks that run out of memory at 256 MiB each
+
 The same from a notebook, a script, a test, and under torchrun, where the function runs in torchrun's own processes.
 A failure in one rank ends all ranks and shows that rank's traceback; a hang ends at its time limit with a table of
 what each rank was doing. Linux, macOS and WSL: Windows has no fork.

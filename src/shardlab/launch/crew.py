@@ -62,11 +62,12 @@ class Server:
 class Crew:
     """Ranks that live in one process group, from their start to their end, which is the end of them all."""
 
-    def __init__(self, server: Server, size: int, backend: str, timeout: float, threads: int):
+    def __init__(self, server: Server, size: int, backend: str, timeout: float, threads: int, card: int | None):
         folder = Path(tempfile.mkdtemp(prefix="shardlab-"))
         with ExitStack() as undo:  # should it fail before there are ranks: out of file descriptors, say
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            self.setup = Setup(folder, size, backend, timeout + 30, threads, environ(), list(sys.path), os.getcwd())
+            self.setup = Setup(folder, size, backend, timeout + 30, threads, environ(), list(sys.path), os.getcwd(),
+                               card)
             self._output = Output(self.setup)
             undo.callback(self._output.close)
             self._control, warden = Pipe()
@@ -77,7 +78,9 @@ class Crew:
             with ExitStack() as handed_over:  # closed here, so that the end of a process is the end of its pipe
                 server.request([handed_over.enter_context(end).fileno() for end in (warden, *ends)])
             self._control.send(self.setup)
-            self._pids = [int(body) for body in self._collect(START_LIMIT)]
+            pids, missing = zip(*(body.decode().split(" ", 1) for body in self._collect(START_LIMIT)), strict=True)
+            self._pids = [int(pid) for pid in pids]
+            self.no_card: str = next(filter(None, missing), "")  # why a rank has none where it should have one
         except BaseException:
             self.end()
             raise

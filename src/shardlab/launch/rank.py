@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ..comm import flight
+from ..card import Limit
+from ..comm import barrier, flight
 from .send import name_of
 
 MOST_RANKS = 200  # the pipes of all ranks travel in one message, which Linux limits to 253 file descriptors
@@ -46,7 +47,7 @@ STACK_SIGNAL = signal.SIGUSR2  # makes a rank write where it is
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a set are told at their start; `timeout` in seconds."""
+    """What all ranks of a set are told at their start; `timeout` in seconds, `card` in bytes."""
 
     folder: Path
     size: int
@@ -56,6 +57,7 @@ class Setup:
     environ: dict[str, str]
     path: list[str]
     directory: str
+    card: int | None
 
     def file(self, rank: int, kind: str) -> Path:
         """Where `rank` keeps its 'out' (what it prints), 'flight' (last collective) or 'stack' (where it is)."""
@@ -150,7 +152,8 @@ def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup) -
     for end in others:
         end.close()
     _settle(rank, setup)
-    _report(rank, pipe, partial(_join, rank, setup))
+    limit = None if setup.card is None else Limit(setup.card, gpu="nccl" in setup.backend)
+    _report(rank, pipe, partial(_join, rank, setup, limit))
     while True:
         try:
             sources, payload = pipe.recv(), pipe.recv_bytes()
@@ -158,7 +161,7 @@ def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup) -
             return
         linecache.cache.update(sources)
         flight.open(setup.file(rank, "flight"))
-        _report(rank, pipe, partial(_call, payload))
+        _report(rank, pipe, partial(_call, payload, limit))
 
 
 def _settle(rank: int, setup: Setup) -> None:
@@ -179,20 +182,28 @@ def _settle(rank: int, setup: Setup) -> None:
     torch.set_num_threads(setup.threads)
 
 
-def _join(rank: int, setup: Setup) -> bytes:
-    """Enter the process group of all ranks. They meet in a file, so no port is chosen that another might take."""
+def _join(rank: int, setup: Setup, limit: Limit | None) -> bytes:
+    """Enter the process group of all ranks. They meet in a file, so no port is chosen that another might take.
+
+    What comes back is this process's id, then why the rank has no card where it should have one.
+    """
     device = torch.device("cuda", rank) if "nccl" in setup.backend else None
     if device is not None:
         torch.cuda.set_device(device)
     store = dist.FileStore(str(setup.folder / "store"), setup.size)
     dist.init_process_group(setup.backend, store=store, rank=rank, world_size=setup.size, device_id=device,
                             timeout=timedelta(seconds=setup.timeout))
-    return str(os.getpid()).encode()
+    if limit is not None:
+        limit.prepare()
+        for _ in range(8):  # each of gloo's threads takes what it needs: on a full card that would end the process
+            barrier()
+    return f"{os.getpid()} {limit.missing if limit is not None else ''}".encode()
 
 
-def _call(payload: bytes) -> bytes:
+def _call(payload: bytes, limit: Limit | None) -> bytes:
     fn, args, kwargs = cloudpickle.loads(payload)
-    result = fn(dist.group.WORLD, *args, **kwargs)
+    with limit or nullcontext():
+        result = fn(dist.group.WORLD, *args, **kwargs)
     try:
         return cloudpickle.dumps(result)
     except Exception as error:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from .. import card as cards
+from ..specs.units import binary
 from .crew import Crew, Server, environ
 from .rank import IN_RANK, MOST_RANKS
 from .send import pack, unpack
@@ -21,7 +27,7 @@ _server = Server()  # this process's one server; nothing is started before the f
 
 
 def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: float = 60, threads: int = 1,
-           **kwargs) -> list:
+           card: object = None, **kwargs) -> list:
     """Run fn(group, *args, **kwargs) on `ranks` new processes; their results in rank order.
 
     `group` is the process group of all ranks. `backend`: 'gloo', 'nccl' (one GPU a rank), or 'auto': nccl for the
@@ -29,16 +35,24 @@ def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: floa
     PyTorch in each rank. fn, its arguments and results travel by value (cloudpickle), so that functions and classes
     of a notebook or a test will do. What ranks print is printed here, labelled, in rank order.
 
+    `card` limits what each rank may hold while fn runs: "256 MiB", bytes, or a `specs.CardSpec`. An allocation past it
+    raises PyTorch's own error in that rank; not caught, it ends the run, and says what the rank held. With one GPU a
+    rank the limit is the GPU's, else the process's, which only Linux has: elsewhere an `UnlimitedWarning` says so. See
+    `shardlab.card`.
+
     Raises ValueError or TypeError before anything starts (arguments, an fn that can't be sent); RankError when a rank
     raises, RankExited when one ends, RankTimeout at the time limit. Under torchrun, what fn raises.
     """
-    with Ranks(ranks, backend, timeout, threads) as pool:
+    with Ranks(ranks, backend, timeout, threads, card) as pool:
         return pool.run(fn, *args, **kwargs)
 
 
-def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1) -> Ranks:
-    """Ranks that stay alive between calls: `with ranks(4) as r: r.run(fn, …)`; the arguments are those of `launch`."""
-    return Ranks(ranks, backend, timeout, threads)
+def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None) -> Ranks:
+    """Ranks that stay alive between calls: `with ranks(4) as r: r.run(fn, …)`; the arguments are those of `launch`.
+
+    What a call leaves behind stays on the rank's `card`, as it would on a real one.
+    """
+    return Ranks(ranks, backend, timeout, threads, card)
 
 
 class Ranks:
@@ -47,10 +61,13 @@ class Ranks:
     After a failure the next run starts fresh ones.
     """
 
-    def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1):
+    def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None):
         _check(size, backend, timeout, threads)
+        self.card = cards.budget(card)
         if not dist.is_torchelastic_launched():
             _check_host(size, backend)
+        if self.card is not None and not _on_gpus(backend, size):
+            cards.check_machine(self.card)
         self.size, self.backend, self.timeout, self.threads = size, backend, timeout, threads
         self._crew: Crew | None = None
         self._closed = False
@@ -81,7 +98,9 @@ class Ranks:
     def _bodies(self, payload: bytes) -> list[bytes]:
         try:
             if self._crew is None:
-                self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads)
+                self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads,
+                                  self.card)
+                self._warn(self._crew.no_card)
             return self._crew.run(payload, self.timeout)
         except BaseException:  # Ctrl-C included
             self._end()
@@ -103,11 +122,27 @@ class Ranks:
             raise ValueError(f"{self.size} ranks asked for, but torchrun has started {world} processes: "
                              f"use torchrun --nproc-per-node {self.size}, or ranks={world}")
         torch.set_num_threads(self.threads)
+        limit = None if self.card is None else cards.Limit(self.card, _on_gpus(self.backend, world))
         if not dist.is_initialized():
             _join_torchrun(self.backend, self.timeout)
+        if limit is not None:
+            limit.prepare()
+            self._warn(limit.missing)
         results = [None] * world
-        dist.all_gather_object(results, fn(dist.group.WORLD, *args, **kwargs))
+        with limit or nullcontext():
+            result = fn(dist.group.WORLD, *args, **kwargs)
+        dist.all_gather_object(results, result)
         return results
+
+    def _warn(self, no_card: str) -> None:
+        """Say that there is no card, and why, at the reader's own line; every time, though Python would say it once."""
+        if no_card:
+            assert self.card is not None
+            frame = sys._getframe()
+            while frame.f_back and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+                frame = frame.f_back
+            text = f"no card of {binary(self.card)} for the ranks, which run without a limit: {no_card}"
+            warnings.warn_explicit(text, cards.UnlimitedWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 def _join_torchrun(backend: str, timeout: float) -> None:
@@ -146,6 +181,11 @@ def _check_host(size: int, backend: str) -> None:
     if IN_RANK in os.environ:
         raise RuntimeError("a rank can't start ranks of its own: call launch outside of the function that the ranks "
                            "run; for a group of some of the ranks there is torch.distributed.new_group")
+
+
+def _on_gpus(backend: str, local: int) -> bool:
+    """Whether each rank has a GPU."""
+    return "nccl" in _chosen(backend, local)
 
 
 def _chosen(backend: str, local: int) -> str:
