@@ -1,5 +1,6 @@
 """A card is a real limit: exact, in one rank alone, there again in the next run, and explained when it is met."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -228,7 +229,7 @@ def test_an_error_that_another_led_to_shows_both_and_other_errors_have_no_report
     def fail(group):
         raise Mute
 
-    with pytest.raises(RankError) as raised:
+    with pytest.raises(RankError, match="raised .*Mute") as raised:
         two.run(fail)
     assert "card of" not in str(raised.value)
 
@@ -237,20 +238,22 @@ def test_an_error_that_another_led_to_shows_both_and_other_errors_have_no_report
 def test_a_full_card_ends_in_an_error_whoever_wants_more():
     """Python, C++ and gloo's threads ask for memory too; none of them may end the process."""
     def fill(group):
-        full, errors, objects = [data(62)], [], []
-        while fits(0.2):
-            full.append(data(0.15))
+        full, errors, objects = [data(60)], [], []
         part = full[0][: 8 * MIB].view(torch.float32)
+        for size in (2**19, 2**14, 2**10):
+            with contextlib.suppress(RuntimeError, MemoryError):
+                while True:
+                    full.append(torch.empty(size, dtype=torch.uint8))
         for want in (lambda: comm.all_reduce(part, group=group), lambda: torch.distributed.new_group([0, 1]),
                      lambda: objects.extend(range(10**9))):
             try:
                 want()
             except (RuntimeError, MemoryError) as error:
-                errors.append(type(error).__name__)
+                errors.append(str(error))
         return errors, card.resident().used
 
     for errors, used in launch(fill, 2, card="64 MiB"):
-        assert errors == ["MemoryError", "RuntimeError", "MemoryError"] and used > 60 * MIB
+        assert len(errors) == 3 and used > 62 * MIB, errors
 
 
 # what is asked for

@@ -13,7 +13,7 @@ from .host import Host
 from .resident import Resident, groups, mebibytes
 
 LEAST = 2**20  # bytes; Python itself wants some to run a function
-OUT_OF_MEMORY = re.compile(r"can(no|')t allocate memory|CUDA out of memory|can't start new thread|"
+OUT_OF_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|CUDA out of memory|can't start new thread|"
                            r"Resource temporarily unavailable", re.IGNORECASE)
 REMEDY = "To make it fit: fewer bits a number, a cut over more ranks, or a larger card."
 
