@@ -90,6 +90,13 @@ def test_a_bundled_name_is_not_taken_for_a_folder(tmp_path, monkeypatch):
     assert run("plan", "gpt2").exit_code == 0
 
 
+def test_a_length_left_out_is_no_longer_than_the_model_was_made_for():
+    served, trained = (json.loads(run("plan", "gpt2", *more, "--json").stdout) for more in ([], ["--train"]))
+    assert (served["context"], trained["seq"]) == (1024, 1024)
+    assert json.loads(run("plan", "llama-3.1-8b", "--json").stdout)["context"] == 8192
+    assert "too few for 2,048 tokens" in run("plan", "gpt2", "--context", 2048).stderr
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["lama-3-70b"], "no bundled model 'lama-3-70b': did you mean llama-3.1-70b or"),
     (["gpt2", "--card", "h10"], "no bundled card 'h10': did you mean h100 or"),

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -39,13 +40,14 @@ def plan(
         help="How weights are stored: bf16, fp8, int4, … When left out: as published to serve, bf16 to train.")] = None,
     reserve: Annotated[str | None, typer.Option(
         help="Set aside on each card for the CUDA context and buffers, an assumption: 1 GiB when left out.")] = None,
-    context: Annotated[int | None, typer.Option(help="Serve: tokens of a request, prompt and answer.")] = None,
+    context: Annotated[int | None, typer.Option(
+        help="Serve: tokens of a request, prompt and answer; 8192 when left out, if the model can.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Serve: requests at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Serve: how the KV cache is stored.")] = None,
     latency: Annotated[float | None, typer.Option(help="Serve: seconds that a token may take.")] = None,
     rate: Annotated[float | None, typer.Option(help="Serve: tokens a second that are asked for in all.")] = None,
     batch: Annotated[int | None, typer.Option(help="Train: sequences of a step on each replica.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Train: tokens of a sequence.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Train: tokens of a sequence; 4096 when left out, if the model can.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Train: selective or full.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Train: adamw, sgd or sgd+momentum.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data: inputs, parameters, steps, bill.")] = False,
@@ -55,8 +57,9 @@ def plan(
     training = {"batch": batch, "seq": seq, "recompute": recompute, "optimizer": optimizer}
     both = {"reserve": reserve}
     try:
+        spec = model_of(model)
         task = train_task(dtype, training | both, serving) if train else serve_task(dtype, serving | both, training)
-        made = ladder(model_of(model), find_card(card), task, cards)
+        made = ladder(spec, find_card(card), within(task, spec, context or seq), cards)
     except (ValueError, OSError) as error:
         refuse(error)
     if as_json:
@@ -81,6 +84,15 @@ def train_task(dtype: str | None, options: dict[str, Any], foreign: dict[str, An
     dtype = dtype or Train.dtype
     master = None if format_of(dtype).rest.bits >= 32 else "fp32"
     return Train(dtype=dtype, master=master, **given(options, foreign, "--serve"))
+
+
+def within(task: Serve | Train, spec: ModelSpec, asked: int | None) -> Serve | Train:
+    """The task, its own length no longer than the model was made for; a length that was asked for stays as it is."""
+    if asked is not None:
+        return task
+    if isinstance(task, Serve):
+        return replace(task, context=min(task.context, spec.max_positions))
+    return replace(task, seq=min(task.seq, spec.max_positions))
 
 
 def given(options: dict[str, Any], foreign: dict[str, Any], other: str) -> dict[str, Any]:

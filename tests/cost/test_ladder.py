@@ -201,3 +201,5 @@ def test_a_context_that_the_model_was_not_made_for_is_said():
     assert "16,384 tokens" in ladder(find_model("llama-2-7b"), H100, Train(seq=16384)).footnotes[0]
     with pytest.raises(ValueError, match="gpt2 has learned 1,024 positions, too few for 8,192 tokens"):
         ladder(find_model("gpt2"), H100, Serve(context=8192))
+    with pytest.raises(ValueError, match="gpt2 has learned 1,024 positions, too few for 4,096 tokens"):
+        ladder(find_model("gpt2"), H100, Train())

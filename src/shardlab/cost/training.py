@@ -24,6 +24,8 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
     GPU kernels. Gradients on their way through a layer are not counted, nor what the allocator loses between blocks.
     Raises ValueError as `memory` and `activations` do, and on a reserve that is no size.
     """
+    if spec.learned_positions and seq > spec.max_positions:
+        raise ValueError(f"{spec.name} has learned {spec.max_positions:,} positions, too few for {seq:,} tokens")
     bill = memory(spec, layout, dtype, True, optimizer, master, gradients)
     kept = activations(spec, bill.layout, batch=batch, seq=seq, dtype=dtype, recompute=recompute, device="cuda")
     loss = kept.saved.logits()
