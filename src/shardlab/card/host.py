@@ -50,7 +50,6 @@ class Host:
 
     def __init__(self, budget: int):
         self._budget, self._zero = budget, 0
-        self._libc = ctypes.CDLL(None)
         self.missing = self._missing()
         if not self.missing:
             for option, value in MALLOPT.items():
@@ -84,6 +83,7 @@ class Host:
     def _missing(self) -> str:
         if resource is None or not STATUS.exists():
             return f"{platform.system()} has no limit that PyTorch's memory would come up against"
+        self._libc = ctypes.CDLL(None)
         if not hasattr(self._libc, "mallinfo2"):
             return "the C library of this Linux is no glibc, or one before 2.33"
         self._libc.mallinfo2.restype = _Heap

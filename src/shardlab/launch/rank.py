@@ -195,8 +195,8 @@ def _join(rank: int, setup: Setup, limit: Limit | None) -> bytes:
                             timeout=timedelta(seconds=setup.timeout))
     if limit is not None:
         limit.prepare()
-        for _ in range(8):  # each of gloo's threads takes what it needs: on a full card that would end the process
-            barrier()
+        for _ in range(0 if device else 8):  # for gloo's threads to take what they need: a full card would refuse it,
+            barrier()  # and the process end
     return f"{os.getpid()} {limit.missing if limit is not None else ''}".encode()
 
 

@@ -50,7 +50,7 @@ def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: floa
 def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None) -> Ranks:
     """Ranks that stay alive between calls: `with ranks(4) as r: r.run(fn, …)`; the arguments are those of `launch`.
 
-    What a call leaves behind stays on the rank's `card`, as it would on a real one.
+    The tensors that a call leaves behind stay on the rank's `card`, as they would on a real one.
     """
     return Ranks(ranks, backend, timeout, threads, card)
 
