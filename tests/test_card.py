@@ -229,7 +229,7 @@ def test_an_error_that_another_led_to_shows_both_and_other_errors_have_no_report
     def fail(group):
         raise Mute
 
-    with pytest.raises(RankError, match="raised .*Mute") as raised:
+    with pytest.raises(RankError, match=r"raised .*Mute") as raised:
         two.run(fail)
     assert "card of" not in str(raised.value)
 
