@@ -47,7 +47,8 @@ def plan(
     latency: Annotated[float | None, typer.Option(help="Serve: seconds that a token may take.")] = None,
     rate: Annotated[float | None, typer.Option(help="Serve: tokens a second that are asked for in all.")] = None,
     batch: Annotated[int | None, typer.Option(help="Train: sequences of a step on each replica.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Train: tokens of a sequence; 4096 when left out, if the model can.")] = None,
+    seq: Annotated[int | None, typer.Option(
+        help="Train: tokens of a sequence; 4096 when left out, if the model can.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Train: selective or full.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Train: adamw, sgd or sgd+momentum.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data: inputs, parameters, steps, bill.")] = False,
