@@ -1,0 +1,44 @@
+"""The directive that shows a bill: the library's own table, with the names of the page, or a warning with its line."""
+
+from io import StringIO
+
+import pytest
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+from shardlab.cost import Serve, ladder
+from shardlab.specs import find_card, find_model
+
+CONF = "extensions = ['myst_nb', 'computed', 'bills']\nnb_execution_mode = 'off'\n"
+NAMES = "```{numbers}\nsmall, card = find_model('llama-3.1-8b'), find_card('h100')\n```\n\n"
+
+
+@pytest.fixture
+def build(tmp_path):
+    """`build(text)`: the page as HTML, and the warnings of its build."""
+    (tmp_path / "conf.py").write_text(CONF)
+
+    def of(text):
+        (tmp_path / "index.md").write_text(text)
+        warnings, out = StringIO(), tmp_path / "out"
+        with patch_docutils(), docutils_namespace():
+            Sphinx(tmp_path, tmp_path, out, tmp_path / "trees", "html", status=StringIO(), warning=warnings).build()
+        return (out / "index.html").read_text(), warnings.getvalue()
+
+    return of
+
+
+def test_a_bill_is_the_table_that_a_notebook_shows(build):
+    plan = ladder(find_model("llama-3.1-8b"), find_card("h100"), Serve(concurrency=32))
+    html, warnings = build(f"# T\n\n{NAMES}```{{bill}}\nladder(small, card,\n  Serve(concurrency=32))\n```\n")
+    assert warnings == ""
+    assert plan._repr_html_() in html and "one card is enough" in html
+
+
+@pytest.mark.parametrize(("expression", "said"), [
+    ("ladder(large)", "NameError: name 'large' is not defined"),
+    ("small.total", "AttributeError: 'int' object has no attribute '_repr_html_'"),
+])
+def test_what_is_no_bill_is_a_warning_with_its_line(build, expression, said):
+    _, warnings = build(f"# T\n\n{NAMES}```{{bill}}\n{expression}\n```\n")
+    assert "index.md:7: WARNING" in warnings and said in warnings
