@@ -32,26 +32,52 @@ def test_fewer_bits_come_first_and_in_what_the_card_computes():
     assert on_a100.bill.weights == memory(SEVENTY, dtype="int8").weights
 
 
-def test_four_bits_are_named_and_not_chosen_over_cards_that_are_there():
+BUSY = Serve(concurrency=32, rate=1500)
+
+
+def test_copies_share_out_the_requests_before_anything_is_cut():
+    """Copies send nothing to each other: 8 of fp8 weights hold 4 requests each, where one card holds 4 and not 32."""
     plan = ladder(SEVENTY, H100, Serve(concurrency=32), cards=8)
+    assert rungs(plan) == [("one card, bf16", "no"), ("fewer bits, fp8", "yes")]
+    assert plan.answer.startswith("fewer bits, fp8: 8 copies, with 4 requests each: 84.937 GB of 85.521 GB")
+    assert (plan.chosen.cards, plan.bill.layout) == (8, Layout(1))
+    assert plan.bill.per_rank == serving(SEVENTY, context=8192, concurrency=4, dtype="fp8").per_rank
+    eight = ladder(EIGHT, H100, Serve(concurrency=100), cards=8)
+    assert eight.chosen.cards == 2 and eight.answer.startswith("one card, bf16: 2 copies, with 50 requests each")
+    assert ladder(EIGHT, H100, Serve(concurrency=100)).steps[0].does == "no"
+
+
+def test_more_copies_are_taken_where_a_token_would_take_too_long_with_few():
+    two = ladder(EIGHT, H100, Serve(concurrency=100), cards=8).chosen
+    floor = decode_floor(EIGHT, H100, batch=50, context=8192)
+    assert seconds(floor) in two.why
+    quicker = ladder(EIGHT, H100, Serve(concurrency=100, latency=0.99 * floor), cards=8).chosen
+    assert quicker.why.startswith("8 copies, with 13 requests each")
+
+
+def test_four_bits_are_named_and_not_chosen_over_cards_that_are_there():
+    plan = ladder(SEVENTY, H100, BUSY, cards=8)
     assert rungs(plan) == [
-        ("one card, bf16", "no"), ("fewer bits, fp8, fp8 cache", "no"), ("fewer bits, int4, fp8 cache", "would"),
+        ("one card, bf16", "no"), ("fewer bits, fp8, fp8 cache", "no"), ("fewer bits, int4", "would"),
         ("offload", "no"), ("a bigger card, rubin", "would"), ("cut, tensor parallel over 4, bf16", "yes")]
-    assert plan.bill.layout == Layout(4) and "2 copies of it" in plan.answer
+    assert plan.chosen.cards == 4 and plan.bill.layout == Layout(4)
     alone = ladder(SEVENTY, H100, Serve(concurrency=32))
     assert alone.chosen.name == "fewer bits, int4, fp8 cache"
 
 
 def test_the_smallest_cut_that_does_is_taken_and_no_smaller_one_would():
-    plan = ladder(SEVENTY, H100, Serve(concurrency=32), cards=8)
-    task = dict(context=8192, concurrency=32)
-    assert serving(SEVENTY, Layout(2), **task).per_rank > H100.memory >= serving(SEVENTY, Layout(4), **task).per_rank
-    assert plan.chosen.nbytes == serving(SEVENTY, Layout(4), **task).per_rank
+    """All cards together must make more tokens than so many copies would: each of them reads the weights for itself."""
+    plan = ladder(SEVENTY, H100, BUSY, cards=8)
+    four_of_two = 32 / decode_floor(SEVENTY, H100, Layout(2), batch=8, context=8192)
+    one_of_four = 32 / decode_floor(SEVENTY, H100, Layout(4), batch=32, context=8192)
+    assert four_of_two < 1500 < one_of_four
+    assert plan.answer.endswith(f"up to {one_of_four:,.0f} tokens/s, of which 1,500 are asked for")
+    assert plan.chosen.nbytes == serving(SEVENTY, Layout(4), context=8192, concurrency=32).per_rank
 
 
 def test_the_binding_term_is_named():
     """SV2: raising the utilisation is one lever of four; SV3: none fits is "does not fit", never 0.00 requests."""
-    steps = ladder(SEVENTY, H100, Serve(concurrency=200), cards=8).steps
+    steps = ladder(SEVENTY, H100, Serve(concurrency=200)).steps
     assert steps[0].why == "does not fit: 141.11 GB of weights alone in 85.521 GB: the weights bind"
     assert steps[1].why.startswith("8 of 200 requests fit beside") and steps[1].why.endswith("the cache binds")
     none = ladder(V3, find_card("h800"), Serve(), cards=8)
@@ -65,7 +91,7 @@ def test_the_binding_term_is_named():
 def test_a_cut_may_need_a_smaller_cache_too():
     plan = ladder(SEVENTY, H100, Serve(concurrency=200), cards=8)
     assert rungs(plan)[-2:] == [("cut, tensor parallel over 8, bf16", "no"),
-                                ("cut, tensor parallel over 8, bf16, fp8 cache", "yes")]
+                                ("cut, tensor parallel over 4, bf16, fp8 cache", "yes")]
 
 
 def test_a_latency_that_one_card_cannot_reach_is_a_reason_to_cut():
@@ -81,17 +107,20 @@ def test_a_latency_that_one_card_cannot_reach_is_a_reason_to_cut():
                                   ("cut, tensor parallel over 8, int8, fp8 cache", "yes")]
 
 
-def test_little_traffic_is_a_reason_not_to_cut_and_much_is_one_for_copies():
-    quiet, busy = (ladder(EIGHT, H100, Serve(rate=rate), cards=8).chosen for rate in (50, 800))
-    assert "50 tokens/s don't fill one copy" in quiet.why
-    assert "4 copies, each on its own, make the 800 tokens/s" in busy.why
-    assert busy.bill.layout == Layout(1)
+def test_little_traffic_is_a_reason_not_to_cut_and_much_is_one_to_cut():
+    quiet = ladder(EIGHT, H100, Serve(concurrency=16, rate=50), cards=8)
+    most = 16 / decode_floor(EIGHT, H100, batch=16, context=8192)
+    assert quiet.answer.startswith("one card is enough")
+    assert quiet.answer.endswith(f"up to {most:,.0f} tokens/s, of which 50 are asked for")
+    busy = ladder(EIGHT, H100, Serve(concurrency=16, rate=1.5 * most), cards=8)
+    assert busy.chosen.why.startswith("8 copies, with 2 requests each") and busy.chosen.cards == 8
     too_much = ladder(EIGHT, H100, Serve(rate=10**6), cards=8).steps[0]
-    assert too_much.does == "no" and "of the 1,000,000 asked for" in too_much.why
+    assert too_much.does == "no" and too_much.why == (
+        "fits, but with 1 request at once it makes 208 tokens/s at most, of the 1,000,000 asked for")
 
 
 def test_a_bigger_card_is_the_smallest_that_does_it_alone():
-    plan = ladder(SEVENTY, H100, Serve(context=32768, concurrency=4, dtype="bf16", latency=1), cards=8)
+    plan = ladder(SEVENTY, H100, Serve(context=32768, concurrency=4, latency=1))
     bigger = next(step for step in plan.steps if step.name.startswith("a bigger card"))
     assert bigger.name == "a bigger card, b200" and "no collective" in bigger.why
     need = serving(SEVENTY, context=32768, concurrency=4).per_rank

@@ -47,7 +47,7 @@ class Plan(Bill):
         """The answer in a sentence."""
         if self.chosen is None:
             return f"it does not fit on {self.cards} × {self.card.name}: {self.steps[-1].why}"
-        enough = self.chosen is self.steps[0]
+        enough = self.chosen is self.steps[0] and self.chosen.cards == 1
         return f"{'one card is enough' if enough else self.chosen.name}: {self.chosen.why}"
 
     @property

@@ -23,8 +23,8 @@ class Serve:
     """Requests to be served at once: `concurrency` of them, each up to `context` tokens, prompt and answer.
 
     `dtype` is the weights' format, by default the one they are published in (bf16 where that isn't known), `kv_dtype`
-    that of the cache. A request waits `latency` seconds for a token at most; `rate` is the tokens a second that all
-    requests together ask for, where it is known. Raises ValueError on times and rates that are not above 0.
+    that of the cache. A request waits `latency` seconds for a token at most; `rate` is the tokens a second that all of
+    them together ask for, where it is known. Raises ValueError on times and rates that are not above 0.
     """
 
     context: int = 8192
@@ -73,24 +73,46 @@ class _Try:
                             dtype=self.dtype, kv_dtype=self.kv_dtype)
 
     def step(self, name: str, yes: Literal["yes", "would"] = "yes", more: str = "") -> Step:
-        """The rung: what it holds and how fast it can be, or the number that rules it out. `yes` is said if it does."""
-        bill, floor, task = self.bill, self.floor, self.task
-        if bill.per_rank > self.card.memory:
+        """The rung: what it holds and how fast it can be, or the number that rules it out. `yes` is said if it does.
+
+        Requests that don't fit on one copy of the model are shared out over as few copies as hold them, or over all
+        that there are cards for, where a token would take too long with few.
+        """
+        groups = self.cards // self.layout.world_size
+        least = self.copies(groups)
+        if least is None:
+            bill = self.bill
             return Step(name, "no", bill.per_rank, self.binding(bill), bill)
+        step = self.over(least, name, yes, more)
+        most = min(groups, self.task.concurrency)
+        return step if step.does != "no" or least == most else self.over(most, name, yes, more)
+
+    def copies(self, groups: int) -> int | None:
+        """The fewest copies of the model that hold all requests, out of `groups`; None where they don't."""
+        return next((n for n in range(1, min(groups, self.task.concurrency) + 1)
+                     if self.share(n).bill.per_rank <= self.card.memory), None)
+
+    def share(self, copies: int) -> _Try:
+        """What one of so many copies serves."""
+        return replace(self, task=replace(self.task, concurrency=-(-self.task.concurrency // copies)))
+
+    def over(self, copies: int, name: str, yes: Literal["yes", "would"], more: str) -> Step:
+        """The rung with its requests over so many copies, each of them on cards of its own: do they keep the times?"""
+        one, task = self.share(copies), self.task
+        bill, floor = one.bill, one.floor
+        makes = task.concurrency / floor
         if floor > task.latency:
             return Step(name, "no", bill.per_rank, f"fits, but a token takes {seconds(floor)} at least, and may take "
                         f"{seconds(task.latency)}", bill)
-        why = (f"{decimal(bill.per_rank)} of {decimal(self.card.memory)} on each card, a token in {seconds(floor)} or "
-               f"more{more}")
-        ceiling, groups = task.concurrency / floor, self.cards // self.layout.world_size
-        if task.rate and task.rate > ceiling * groups:
-            return Step(name, "no", bill.per_rank, f"fits, but makes {ceiling * groups:,.0f} tokens/s at most, of the "
-                        f"{task.rate:,.0f} asked for: {math.ceil(task.rate / ceiling)} copies would", bill)
+        if task.rate and task.rate > makes:
+            return Step(name, "no", bill.per_rank, f"fits, but with {_requests(task.concurrency)} at once it makes "
+                        f"{makes:,.0f} tokens/s at most, of the {task.rate:,.0f} asked for", bill)
+        why = (f"{copies} copies, with {_requests(one.task.concurrency)} each: " if copies > 1 else "") + (
+            f"{decimal(bill.per_rank)} of {decimal(self.card.memory)} on each card, a token in {seconds(floor)} or more"
+            f"{more}")
         if task.rate:
-            copies = math.ceil(task.rate / ceiling)
-            why += (f"; {task.rate:,.0f} tokens/s don't fill one copy, which makes up to {ceiling:,.0f}" if copies == 1
-                    else f"; {copies} copies, each on its own, make the {task.rate:,.0f} tokens/s")
-        return Step(name, yes, bill.per_rank, why, bill)
+            why += f"; up to {makes:,.0f} tokens/s, of which {task.rate:,.0f} are asked for"
+        return Step(name, yes, bill.per_rank, why, bill, copies * self.layout.world_size)
 
     def binding(self, bill: MemoryBill) -> str:
         """What doesn't fit: the weights, or the cache beside them, and then how many requests would."""
@@ -105,6 +127,10 @@ class _Try:
             return f"does not fit: {decimal(beside)} of weights and work {left}"
         return (f"{fit} of {self.task.concurrency} requests fit beside {decimal(beside)} of weights and work: the "
                 "cache binds")
+
+
+def _requests(n: int) -> str:
+    return f"{n} request{'s' if n > 1 else ''}"
 
 
 def serve_rungs(spec: ModelSpec, card: CardSpec, task: Serve, cards: int) -> Iterator[Step]:
@@ -179,9 +205,7 @@ def _cut(plain: _Try) -> Iterator[Step]:
     for way in dict.fromkeys(ways):
         step = None
         for tp in tensor_degrees(spec, card, cards):
-            copies = f", {cards // tp} copies of it" if cards > tp else ""
-            step = replace(way, layout=Layout(tp)).step(f"cut, tensor parallel over {tp}, {way.stored}",
-                                                        more=copies + first)
+            step = replace(way, layout=Layout(tp)).step(f"cut, tensor parallel over {tp}, {way.stored}", more=first)
             if step.does == "yes":
                 break
         if step:

@@ -12,13 +12,14 @@ from .memory import MemoryBill
 
 class Step(NamedTuple):
     """What was tried; whether it does what was asked: "yes", "no", or "would" (with another card, at another speed, or
-    by a formula that no bill has yet); bytes on each card; why; the bill."""
+    by a formula that no bill has yet); bytes on each card; why; the bill; how many cards it takes."""
 
     name: str
     does: Literal["yes", "no", "would"]
     nbytes: int
     why: str
     bill: MemoryBill | None = None
+    cards: int = 1
 
 
 def bigger(card: CardSpec) -> Iterator[CardSpec]:

@@ -112,7 +112,7 @@ def _cut_step(tp: int, dp: int, stage: int, recompute: str | None, held: int, ca
     why = f"{decimal(held)} of {decimal(card.memory)} on each card"
     why += ", recomputing in full" if recompute == "full" else ""
     why += " (by formula; chapter 4 runs it)" if dp > 1 else ""
-    return Step(f"cut, {name}", "yes", held, why, bill if dp == 1 else None)
+    return Step(f"cut, {name}", "yes", held, why, bill if dp == 1 else None, dp * tp)
 
 
 def _states(bill: MemoryBill, stage: int, dp: int) -> int:
