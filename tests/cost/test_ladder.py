@@ -59,7 +59,7 @@ def test_four_bits_are_named_and_not_chosen_over_cards_that_are_there():
     plan = ladder(SEVENTY, H100, BUSY, cards=8)
     assert rungs(plan) == [
         ("one card, bf16", "no"), ("fewer bits, fp8, fp8 cache", "no"), ("fewer bits, int4", "would"),
-        ("offload", "no"), ("a bigger card, rubin", "would"), ("cut, tensor parallel over 4, bf16", "yes")]
+        ("offload", "no"), ("a bigger card", "no"), ("cut, tensor parallel over 4, bf16", "yes")]
     assert plan.chosen.cards == 4 and plan.bill.layout == Layout(4)
     alone = ladder(SEVENTY, H100, Serve(concurrency=32))
     assert alone.chosen.name == "fewer bits, int4, fp8 cache"
@@ -125,6 +125,12 @@ def test_a_bigger_card_is_the_smallest_that_does_it_alone():
     assert bigger.name == "a bigger card, b200" and "no collective" in bigger.why
     need = serving(SEVENTY, context=32768, concurrency=4).per_rank
     assert find_card("h200").memory < need <= find_card("b200").memory
+
+
+def test_a_card_that_is_announced_only_is_not_offered():
+    plan = ladder(SEVENTY, H100, Serve(concurrency=32))
+    assert [step.name for step in plan.steps if "bigger" in step.name] == ["a bigger card, b300"]
+    assert find_card("rubin").usable is None and H100.memory < find_card("rubin").memory < find_card("b300").memory
 
 
 def test_offload_streams_what_has_no_room_over_the_hosts_link():

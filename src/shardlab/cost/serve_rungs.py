@@ -153,7 +153,8 @@ def _fewer_bits(plain: _Try) -> Iterator[Step]:
     for dtype in (_eight(plain.card), "int4"):
         if memory(plain.spec, dtype=dtype).weights >= memory(plain.spec, dtype=plain.dtype).weights:
             continue
-        gain = ("prefill gains too, the card computes in fp8" if dtype == "fp8" else "prefill still computes in bf16")
+        wide = next((wide for wide in ("bf16", "fp16", "fp32") if wide in plain.card.flops), "bf16")
+        gain = "prefill gains too, the card computes in fp8" if dtype == "fp8" else f"prefill still computes in {wide}"
         for kv_dtype in dict.fromkeys((plain.kv_dtype, "fp8")):
             way = replace(plain, dtype=dtype, kv_dtype=kv_dtype)
             step = way.step(f"fewer bits, {way.stored}", "would" if dtype == "int4" else "yes",
@@ -173,7 +174,8 @@ def _offload(plain: _Try) -> Step:
     bill, card = plain.bill, plain.card
     excess = bill.per_rank - card.memory
     if card.host_link is None or excess > bill.weights:
-        why = "the cache alone is too large" if excess > bill.weights else "its link to the host isn't known"
+        why = (f"{decimal(bill.per_rank - bill.weights)} of caches and work alone are too much" if excess > bill.weights
+               else "its link to the host isn't known")
         return Step("offload", "no", card.memory, why, bill)
     link = find_link(card.host_link)
     unmet = bill.stored["experts"] * (1 - experts_met(plain.spec, plain.task.concurrency))

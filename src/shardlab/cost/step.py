@@ -23,8 +23,9 @@ class Step(NamedTuple):
 
 
 def bigger(card: CardSpec) -> Iterator[CardSpec]:
-    """The bundled cards with more memory than this one, the smallest first."""
-    larger = [other for other in bundled_cards().values() if other.memory > card.memory]
+    """The bundled cards with more memory than this one, the smallest first; not those that are announced only, whose
+    driver nobody has asked yet."""
+    larger = [other for other in bundled_cards().values() if other.usable and other.memory > card.memory]
     yield from sorted(larger, key=lambda other: other.memory)
 
 

@@ -24,7 +24,8 @@ START_LIMIT = 120.0  # seconds until all ranks are in their process group; the f
 GRACE = 1.0  # seconds for which a lost connection waits for the failure that caused it
 TICK = 0.1  # seconds between two looks at what the ranks print; for which a failure waits for others of its kind
 SIGNAL_HINTS = {"SIGKILL": "; the system does this when memory runs out",
-                "SIGABRT": "; gloo does this when ranks disagree on a dtype or a size"}
+                "SIGABRT": "; gloo does this when ranks disagree on a dtype or a size, and code that is not "
+                           "Python where memory, or a card, runs out"}
 
 
 class Server:
