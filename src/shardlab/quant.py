@@ -172,10 +172,19 @@ def errors(plain: Transformer, quantised: Transformer, tokens: torch.Tensor) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    z, other = (y.double() - y.double().mean(-1, keepdim=True) for y in (z, quantised(tokens)))
-    kl = F.kl_div(other.log_softmax(-1), z.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean()
-    same = (z.argmax(-1) == other.argmax(-1)).double().mean()
-    return Errors(layers, _relative(z, other), kl.item(), same.item())
+    few = zip(*(y.flatten(0, 1).split(16) for y in (z, quantised(tokens))), strict=True)
+    off, size, kl, same = torch.stack([_differ(*pair) for pair in few]).sum(0).tolist()
+    n = tokens.numel()
+    return Errors(layers, (off / size) ** 0.5, kl / n, same / n)
+
+
+def _differ(z: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of a few positions' logits (positions, vocab), less their means: ‖z − ẑ‖², ‖z‖², the sum of KL(p‖p̂), and how many
+    have the same likeliest token. A few at a time: in float64 those of all would outweigh the model."""
+    z, other = (y.double() - y.double().mean(-1, keepdim=True) for y in (z, other))
+    kl = F.kl_div(other.log_softmax(-1), z.log_softmax(-1), log_target=True, reduction="sum")
+    same = (z.argmax(-1) == other.argmax(-1)).sum()
+    return torch.stack((((z - other) ** 2).sum(), (z**2).sum(), kl, same.double()))
 
 
 def _packable(model: Transformer, form: str | Format) -> Format:

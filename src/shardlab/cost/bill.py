@@ -32,8 +32,10 @@ class Row:
 class Bill:
     """What every bill can do: print itself in a terminal, show itself in a notebook, turn into plain data.
 
-    A bill gives `title`, `rows` and `footnotes`.
+    A bill gives `title`, `rows` and `footnotes`; `headings` stand over the five columns of a notebook's table.
     """
+
+    headings = ("what", "how it comes about", "", "", "")
 
     @property
     def title(self) -> str:
@@ -60,11 +62,14 @@ class Bill:
         def cell(text: str, right: bool) -> str:
             return f'<td style="text-align:{"right" if right else "left"}">{escape(text)}</td>'
 
+        head = "".join(f'<th style="text-align:{"right" if i in (2, 3) else "left"}">{escape(text)}</th>'
+                       for i, text in enumerate(self.headings))
         body = "".join(
             "<tr>" + "".join(cell(text, right=i in (2, 3)) for i, text in enumerate(row.cells())) + "</tr>"
             for row in self.rows)
         foot = "".join(f"<p>{escape(note)}</p>" for note in self.footnotes)
-        return f'<table class="bill"><caption>{escape(self.title)}</caption><tbody>{body}</tbody></table>{foot}'
+        return f'<table class="bill"><caption>{escape(self.title)}</caption><thead><tr>{head}</tr></thead>' \
+               f'<tbody>{body}</tbody></table>{foot}'
 
     def to_dict(self) -> dict[str, Any]:
         """The bill as plain data: title, rows, footnotes."""

@@ -23,6 +23,8 @@ from .train_rungs import Train, train_rungs
 class Plan(Bill):
     """The rungs that were tried, in order, up to the first that does what was asked."""
 
+    headings = ("step", "why", "a card holds", "", "does it?")
+
     spec: ModelSpec
     card: CardSpec
     cards: int
@@ -43,12 +45,17 @@ class Plan(Bill):
         return self.chosen.bill if self.chosen else None
 
     @property
-    def answer(self) -> str:
-        """The answer in a sentence."""
+    def headline(self) -> str:
+        """The answer in a few words."""
         if self.chosen is None:
-            return f"it does not fit on {self.cards} × {self.card.name}: {self.steps[-1].why}"
+            return f"it does not fit on {self.cards} × {self.card.name}"
         enough = self.chosen is self.steps[0] and self.chosen.cards == 1
-        return f"{'one card is enough' if enough else self.chosen.name}: {self.chosen.why}"
+        return "one card is enough" if enough else self.chosen.name
+
+    @property
+    def answer(self) -> str:
+        """The answer in a sentence, with its reason."""
+        return f"{self.headline}: {(self.chosen or self.steps[-1]).why}"
 
     @property
     def title(self) -> str:
@@ -65,7 +72,7 @@ class Plan(Bill):
         tokens = self.task.context if isinstance(self.task, Serve) else self.task.seq
         made_for = self.spec.max_positions
         beyond = [f"{tokens:,} tokens are more than the {made_for:,} that {self.spec.name} was made for."]
-        return (beyond if tokens > made_for else []) + [f"Answer. {self.answer}"]
+        return (beyond if tokens > made_for else []) + [f"Answer: {self.headline}."]
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: inputs, parameter counts, steps, answer, the bill that was chosen."""

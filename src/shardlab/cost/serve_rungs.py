@@ -170,12 +170,13 @@ def _eight(card: CardSpec) -> str:
 
 
 def _offload(plain: _Try) -> Step:
-    """What the card has no room for stays with the host, and what a step needs of it is streamed for each."""
+    """What the card has no room for stays with the host, and what a step needs of it is streamed for each, through
+    rooms for two layers: one is computed from while the next arrives."""
     bill, card = plain.bill, plain.card
-    excess = bill.per_rank - card.memory
+    excess = bill.per_rank + 2 * bill.weights // plain.spec.layers - card.memory
     if card.host_link is None or excess > bill.weights:
-        why = (f"{decimal(bill.per_rank - bill.weights)} of caches and work alone are too much" if excess > bill.weights
-               else "its link to the host isn't known")
+        why = (f"{decimal(card.memory - bill.weights + excess)} of caches, work and rooms for two layers are too much"
+               if excess > bill.weights else "its link to the host isn't known")
         return Step("offload", "no", card.memory, why, bill)
     link = find_link(card.host_link)
     unmet = bill.stored["experts"] * (1 - experts_met(plain.spec, plain.task.concurrency))

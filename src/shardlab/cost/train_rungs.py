@@ -40,7 +40,7 @@ def train_rungs(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Ite
     full = task.bill(spec, recompute="full")
     if task.recompute != "full":
         yield _fits("recompute in full", full, card, "; backward computes every layer again, a third more arithmetic")
-    yield _offload(spec, card, task, full)
+    yield _offload(spec, card, task)
     yield _bigger_card(card, plain, full)
     yield from _cut(spec, card, task, cards)
 
@@ -57,19 +57,23 @@ def _fits(name: str, bill: MemoryBill, card: CardSpec, more: str = "") -> Step:
     return Step(name, "no", bill.per_rank, why, bill)
 
 
-def _offload(spec: ModelSpec, card: CardSpec, task: Train, bill: MemoryBill) -> Step:
+def _offload(spec: ModelSpec, card: CardSpec, task: Train) -> Step:
     """Optimizer states with the host, which steps there: gradients go down and weights come back once a step
     (ZeRO-Offload, arXiv:2101.06840). It costs nothing as long as the arithmetic takes longer."""
-    held = bill.per_rank - bill.states
+    ways = {recompute: task.bill(spec, recompute=recompute) for recompute in dict.fromkeys((task.recompute, "full"))}
+    left = {recompute: bill.per_rank - bill.states for recompute, bill in ways.items()}
+    recompute = next((way for way, held in left.items() if held <= card.memory), None if None in left else "full")
+    bill, held = ways[recompute], left[recompute]
     if card.host_link is None or held > card.memory:
         why = "its link to the host isn't known" if card.host_link is None else (
-            f"{decimal(held)} are left on the card without optimizer states, of {decimal(card.memory)}")
-        return Step("offload the optimizer", "no", held, why)
-    link = find_link(card.host_link)
+            f"{decimal(min(left.values()))} are left on the card without optimizer states, of {decimal(card.memory)}")
+        return Step("offload the optimizer", "no", min(left.values()), why)
+    link, again = find_link(card.host_link), recompute == "full"
     wire = (bill.gradients + bill.weights) / link.per_direction
-    work = training_flops(spec.active, task.batch * task.seq) / card.flop_rate(task.dtype)
-    why = (f"{decimal(held)} stay on the card; gradients down and weights up over {link.name} take {seconds(wire)} a "
-           f"step, the arithmetic {seconds(work)} or more")
+    work = training_flops(spec.active, task.batch * task.seq) * (4 / 3 if again else 1) / card.flop_rate(task.dtype)
+    how = ", recomputing in full" if again else ""
+    why = (f"{decimal(held)} stay on the card{how}; gradients down and weights up over {link.name} take "
+           f"{seconds(wire)} a step, the arithmetic {seconds(work)} or more")
     return Step("offload the optimizer", "yes" if wire <= work else "would", held, why)
 
 
@@ -101,7 +105,14 @@ def _cut(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[S
                     return
     bill = task.bill(spec, recompute="full")
     states = bill.weights + bill.gradients + bill.states
-    room = card.memory - (bill.per_rank - states)
+    beside = bill.per_rank - states
+    held = beside + math.ceil((states - bill.states) / cards)
+    if cards > 1 and card.host_link and held <= card.memory:
+        why = (f"{decimal(held)} of {decimal(card.memory)} on each card, recomputing in full, the optimizer's states "
+               "on the host (by formula; chapter 4)")
+        yield Step(f"cut and offload, ZeRO-3 over {cards}", "would", held, why)
+        return
+    room = card.memory - beside
     more = f"{math.ceil(states / room)} cards or more" if room > 0 else "a shorter sequence, or cuts of the activations"
     yield Step("cut further", "no", states // cards,
                f"{decimal(states)} of weights, gradients and states ask for {more}")
