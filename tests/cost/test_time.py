@@ -68,6 +68,13 @@ def test_floors_are_bytes_over_bandwidth_and_flops_over_rate():
         prefill_floor(llama, find_card("a100"), tokens=8192, arithmetic="fp8")
 
 
+def test_a_share_of_the_peak_is_no_more_than_all_and_a_layout_has_to_fit():
+    with pytest.raises(ValueError, match=r"share = 1\.5 is a part of the peak"):
+        prefill_floor(TINY, find_card("h100"), tokens=8, share=1.5)
+    with pytest.raises(ValueError, match="tp = 3 does not cut"):
+        prefill_floor(TINY, find_card("h100"), Layout(3), tokens=8)
+
+
 def test_what_binds_is_the_longer_of_the_two():
     """FAULTS 12: 0.053 was held to be more than 0.42; the verdict is computed."""
     card = find_card("h100")
@@ -78,7 +85,7 @@ def test_what_binds_is_the_longer_of_the_two():
 @pytest.mark.parametrize("call", [
     lambda: forward_flops(TINY, 0), lambda: forward_flops(TINY, 5, batch=0), lambda: training_flops(-1, 5),
     lambda: utilisation(1.0, 0.0, 1, 1.0), lambda: bytes_read(TINY, batch=0), lambda: bytes_read(TINY, context=0),
-    lambda: prefill_floor(TINY, find_card("h100"), tokens=8, share=0)])
+    lambda: prefill_floor(TINY, find_card("h100"), tokens=8, share=0), lambda: bound(-1.0, 1.0, find_card("h100"))])
 def test_sizes_that_cannot_be_are_refused(call):
     with pytest.raises(ValueError, match="must be a"):
         call()

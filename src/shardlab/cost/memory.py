@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..specs import Dtype, Format, Layout, ModelSpec, dtype_of, format_of
+from ..specs.check import flag
 from ..specs.layout import layout_of
 from ..specs.model import GROUPS
 from ..specs.storage import Packed
@@ -193,11 +194,12 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     ValueError on an unknown format or optimizer, on quantised weights to be trained, and on a layout that `spec`
     doesn't allow.
     """
-    if optimizer not in _OPTIMIZERS:
+    flag("training", training)
+    if not isinstance(optimizer, str) or optimizer not in _OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(_OPTIMIZERS)}")
     layout, form = layout_of(layout), format_of(dtype)
     layout.check(spec)
-    if not training and (master or gradients):
+    if not training and (master is not None or gradients is not None):
         raise ValueError(f"master = {master!r} and gradients = {gradients!r} are held in training: training=True")
     if training and not form.matrix == form.expert == form.rest:
         raise ValueError(f"weights stored as {form.name} are served, not trained here: train with fp32, bf16 or fp16")
@@ -210,10 +212,10 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
         stored[group] += times * form.of(group, shape).nbytes(shape)
         copied += times * tensor.size * (tensor.copies(p) - 1)
     padding = p * sum(elements.values()) - spec.total - copied
-    copy = dtype_of(master) if master and dtype_of(master).name != form.rest.name else None
-    return MemoryBill(spec, layout, form, optimizer if training else None, copy,
-                      dtype_of(gradients or form.rest.name) if training else None, elements, tensors, stored, copied,
-                      padding)
+    copy = None if master is None or dtype_of(master).name == form.rest.name else dtype_of(master)
+    gradient = dtype_of(form.rest.name if gradients is None else gradients) if training else None
+    return MemoryBill(spec, layout, form, optimizer if training else None, copy, gradient, elements, tensors, stored,
+                      copied, padding)
 
 
 def checkpoint(spec: ModelSpec, dtype: object = None, copies: int = 0) -> int:

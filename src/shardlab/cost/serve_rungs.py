@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..specs import CardSpec, Layout, ModelSpec, find_link, format_of
-from ..specs.check import number
+from ..specs.check import number, whole
 from ..specs.units import decimal, seconds
 from .kv import requests_that_fit
 from .memory import MemoryBill, memory
@@ -24,7 +24,8 @@ class Serve:
 
     `dtype` is the weights' format, by default the one they are published in (bf16 where that isn't known), `kv_dtype`
     that of the cache. A request waits `latency` seconds for a token at most; `rate` is the tokens a second that all of
-    them together ask for, where it is known. Raises ValueError on times and rates that are not above 0.
+    them together ask for, where it is known. Raises ValueError on sizes, times and rates that are not
+    above 0.
     """
 
     context: int = 8192
@@ -36,6 +37,8 @@ class Serve:
     reserve: str = RESERVE
 
     def __post_init__(self):
+        whole("context", self.context)
+        whole("concurrency", self.concurrency)
         number("latency", self.latency)
         if self.rate is not None:
             number("rate", self.rate)

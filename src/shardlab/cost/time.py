@@ -44,7 +44,8 @@ def utilisation(flop: float, seconds: float, cards: int, rate: float) -> float:
 
 def bound(flop: float, nbytes: float, card: CardSpec, dtype: str = "bf16") -> Literal["compute", "memory"]:
     """What work of `flop` on `nbytes` read from the card's memory waits for: the longer of the two."""
-    return "compute" if flop / card.flop_rate(dtype) >= nbytes / card.hbm else "memory"
+    compute, memory = number("flop", flop) / card.flop_rate(dtype), number("nbytes", nbytes) / card.hbm
+    return "compute" if compute >= memory else "memory"
 
 
 def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1, dtype: str = "bf16",
@@ -79,5 +80,8 @@ def prefill_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None,
                   arithmetic: str = "bf16", share: float = 1.0) -> float:
     """Seconds that a prompt of `tokens` tokens takes at least: its arithmetic on all ranks, at `share` of their peak in
     `arithmetic`. Raises ValueError where the card has no such arithmetic."""
-    ranks = layout_of(layout).world_size
-    return forward_flops(spec, tokens) / (ranks * card.flop_rate(arithmetic) * number("share", share))
+    layout = layout_of(layout)
+    layout.check(spec)
+    if number("share", share) > 1:
+        raise ValueError(f"share = {share} is a part of the peak: 1 at most")
+    return forward_flops(spec, tokens) / (layout.world_size * card.flop_rate(arithmetic) * share)

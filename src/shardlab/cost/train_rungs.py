@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..specs import CardSpec, Layout, ModelSpec, find_link
+from ..specs.check import whole
 from ..specs.units import decimal, seconds
 from .memory import MemoryBill
 from .step import Step, bigger, none_bigger, tensor_degrees
@@ -26,6 +27,10 @@ class Train:
     optimizer: str = "adamw"
     recompute: str | None = None
     reserve: str = RESERVE
+
+    def __post_init__(self):
+        whole("batch", self.batch)
+        whole("seq", self.seq)
 
     def bill(self, spec: ModelSpec, layout: Layout | None = None, recompute: str | None = None) -> MemoryBill:
         """What each rank holds of this step; `recompute` overrides the task's."""

@@ -42,7 +42,7 @@ def seconds(t: float, digits: int = 3) -> str:
 def parse_bytes(text: str) -> int:
     """The bytes that "256 MiB", "80 GB" or "1,024 B" means, to the nearest; ValueError on anything else."""
     units = _DECIMAL | _BINARY
-    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*(\w+)\s*", text)
+    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*(\w+)\s*", text) if isinstance(text, str) else None
     if not match or match[2] not in units:
         raise ValueError(f"{text!r} is no size: write a number and one of {', '.join(units)}, as in '256 MiB'")
     return round(Fraction(match[1].replace(",", "")) * units[match[2]])
