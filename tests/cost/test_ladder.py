@@ -59,7 +59,8 @@ def test_four_bits_are_named_and_not_chosen_over_cards_that_are_there():
     plan = ladder(SEVENTY, H100, BUSY, cards=8)
     assert rungs(plan) == [
         ("one card, bf16", "no"), ("fewer bits, fp8, fp8 cache", "no"), ("fewer bits, int4", "would"),
-        ("offload", "no"), ("a bigger card", "no"), ("cut, tensor parallel over 4, bf16", "yes")]
+        ("offload", "no"), ("a bigger card, b200, fp8, fp8 cache", "would"),
+        ("cut, tensor parallel over 4, bf16", "yes")]
     assert plan.chosen.cards == 4 and plan.bill.layout == Layout(4)
     alone = ladder(SEVENTY, H100, Serve(concurrency=32))
     assert alone.chosen.name == "fewer bits, int4, fp8 cache"
@@ -80,11 +81,11 @@ def test_the_binding_term_is_named():
     steps = ladder(SEVENTY, H100, Serve(concurrency=200)).steps
     assert steps[0].why == "does not fit: 141.11 GB of weights alone in 85.521 GB: the weights bind"
     assert steps[1].why.startswith("8 of 200 requests fit beside") and steps[1].why.endswith("the cache binds")
-    none = ladder(V3, find_card("h800"), Serve(), cards=8)
-    assert none.steps[-2].why == ("does not fit: 86.987 GB of weights and work is more than 85.521 GB, before any "
+    none = ladder(replace(V3, layers=122), find_card("h800"), Serve(), cards=8)
+    assert ladder(V3, find_card("h800"), Serve(), cards=8).steps[-3].why == ("does not fit: 86.987 GB of weights and work is more than 85.521 GB, before any "
                                   "request")
     assert none.chosen is None and none.bill is None
-    assert none.answer.startswith("it does not fit on 8 × h800: 673.73 GB of weights and caches ask for 9 cards")
+    assert none.answer.startswith("8 × h800 will not do: 1376.5 GB of weights and caches ask for about 17 cards")
     assert not any(" 0 of" in step.why or "0.00" in step.why for step in none.steps)
 
 
@@ -187,9 +188,10 @@ def test_training_recomputes_then_offloads_then_shares_out_its_states():
     assert few.chosen.name == "cut and offload, ZeRO-3 over 8" and few.chosen.does == "would"
     bill = training(SEVENTY, batch=1, seq=4096, recompute="full")
     beside = bill.per_rank - bill.weights - bill.gradients - bill.states
-    assert few.chosen.nbytes == beside + -(-(bill.weights + bill.gradients) // 8)
+    layer = sum(tensor.size for tensor in SEVENTY.layer_tensors())  # gathered whole, and its gradients
+    assert few.chosen.nbytes == beside + -(-(bill.weights + bill.gradients) // 8) + 4 * layer
     assert ladder(SEVENTY, H100, Train(), cards=2).answer.endswith(
-        "1128.9 GB of weights, gradients and states ask for 16 cards or more")
+        "1128.9 GB of weights, gradients and states ask for about 16 cards")
 
 
 def test_an_offloaded_optimizer_is_weighed_against_the_arithmetic_that_is_done():
@@ -258,3 +260,51 @@ def test_a_context_that_the_model_was_not_made_for_is_said():
         ladder(find_model("gpt2"), H100, Serve(context=8192))
     with pytest.raises(ValueError, match="gpt2 has learned 1,024 positions, too few for 4,096 tokens"):
         ladder(find_model("gpt2"), H100, Train())
+
+
+def test_more_cards_are_never_worse():
+    """Only degrees that divide the cards were tried once: five MI300X then did worse than four."""
+    big = find_model("llama-3.1-405b")
+    task = Serve(context=1024, concurrency=32, latency=0.05)
+    four, five = (ladder(big, find_card("mi300x"), task, cards) for cards in (4, 5))
+    assert four.chosen.does == five.chosen.does == "yes" and four.chosen.name == five.chosen.name
+
+
+def test_a_cache_in_fp8_is_tried_before_weights_are_touched():
+    plan = ladder(find_model("gpt-oss-120b"), H100, Serve(context=32768, concurrency=30))
+    assert rungs(plan) == [("one card, mxfp4", "no"), ("fewer bits, mxfp4, fp8 cache", "yes")]
+
+
+def test_what_fits_and_is_too_slow_is_not_told_to_be_cut_for_room():
+    plan = ladder(EIGHT, H100, Serve(latency=0.0005))
+    assert plan.chosen is None and plan.answer.startswith("1 × h100 will not do: it fits, and is too slow")
+
+
+def test_activations_that_bind_are_met_with_a_smaller_batch():
+    plan = ladder(find_model("qwen2.5-0.5b"), H100, Train(batch=64, seq=4096))
+    assert plan.steps[-1].why.endswith("a smaller batch, its gradients summed over several passes, or a shorter "
+                                       "sequence")
+
+
+def test_four_bits_may_be_cut_where_whole_ones_do_not_fit():
+    plan = ladder(find_model("llama-3.1-405b"), H100, Serve(), cards=4)
+    assert plan.chosen.name == "cut, tensor parallel over 4, int4, fp8 cache" and plan.chosen.does == "would"
+
+
+def test_a_bigger_card_may_need_fewer_bits_too():
+    plan = ladder(find_model("qwen3-235b-a22b"), H100, Serve())
+    assert plan.chosen.name == "a bigger card, b300, fp8, fp8 cache"
+
+
+def test_thousands_of_copies_are_planned_at_once():
+    import time
+    start = time.process_time()
+    ladder(find_model("llama-3.1-405b"), H100, Serve(concurrency=20_000), cards=20_000)
+    assert time.process_time() - start < 5  # a search one by one took 20 s
+
+
+@pytest.mark.parametrize("call", [lambda: ladder("llama-3.1-8b", H100, Serve()), lambda: ladder(EIGHT, "h100", Serve()),
+                                  lambda: serving("llama-3.1-8b", context=8), lambda: training("x", batch=1, seq=8)])
+def test_names_are_not_specs(call):
+    with pytest.raises(TypeError, match="find_"):
+        call()

@@ -68,10 +68,10 @@ def test_sv2_the_term_that_is_named_is_the_one_that_binds(gib, context, n):
         assert bill.weights > card.memory
     elif "the cache binds" in first.why:
         fit = int(first.why.split(" of ")[0])
-        one = kv_cache(EIGHT, context)
-        assert beside + fit * one <= card.memory < beside + (fit + 1) * one and 0 < fit < n
+        held = [serving(EIGHT, context=context, concurrency=requests).per_rank for requests in (fit, fit + 1)]
+        assert held[0] <= card.memory < held[1] and 0 < fit < n
     elif "less than one request's cache" in first.why:
-        assert beside < card.memory < beside + kv_cache(EIGHT, context)
+        assert bill.weights < card.memory < serving(EIGHT, context=context).per_rank
     elif "before any request" in first.why:
         assert bill.weights <= card.memory <= beside
     else:
@@ -80,7 +80,7 @@ def test_sv2_the_term_that_is_named_is_the_one_that_binds(gib, context, n):
 
 @pytest.mark.parametrize(("card", "task", "binds", "lever"), [
     (replace(RTX3090, usable=14 * GIB), Serve(), "the weights bind", "fewer bits, int8"),
-    (RTX3090, Serve(concurrency=8), "the cache binds", "fewer bits, int8"),
+    (RTX3090, Serve(concurrency=8), "the cache binds", "fewer bits, bf16, fp8 cache"),
     (RTX3090, Serve(concurrency=16), "the cache binds", "fewer bits, int8, fp8 cache"),
     (replace(RTX3090, usable=8 * GIB), Serve(context=2048, latency=2), "the weights bind", "offload"),
 ])

@@ -6,7 +6,7 @@ from .korthikanti import korthikanti, selective_flops
 from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
 from .memory import MemoryBill, Part, checkpoint, memory
-from .serve_rungs import Serve
+from .serve_way import Serve
 from .serving import serving
 from .step import Step
 from .time import bound, bytes_read, decode_floor, forward_flops, prefill_floor, training_flops, utilisation

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..specs import CardSpec, ModelSpec
+from ..specs import CardSpec, Layout, ModelSpec
 from ..specs.check import whole
 from ..specs.units import decimal
 from .bill import Bill, Row
 from .memory import MemoryBill
-from .serve_rungs import Serve, serve_rungs
+from .serve_rungs import serve_rungs
+from .serve_way import Serve
 from .step import Step
 from .train_rungs import Train, train_rungs
 
@@ -48,7 +49,7 @@ class Plan(Bill):
     def headline(self) -> str:
         """The answer in a few words."""
         if self.chosen is None:
-            return f"it does not fit on {self.cards} × {self.card.name}"
+            return f"{self.cards} × {self.card.name} will not do"
         enough = self.chosen is self.steps[0] and self.chosen.cards == 1
         return "one card is enough" if enough else self.chosen.name
 
@@ -92,6 +93,9 @@ def ladder(spec: ModelSpec, card: CardSpec, task: Serve | Train, cards: int = 1)
     nothing; with `cards` at hand it is named, and the cut made. Raises ValueError on 0 cards and as the bills do.
     """
     whole("cards", cards)
+    Layout().check(spec)
+    if not isinstance(card, CardSpec):
+        raise TypeError(f"a CardSpec is wanted, not {card!r}: find_card('h100') gives a bundled one")
     rungs = serve_rungs(spec, card, task, cards) if isinstance(task, Serve) else train_rungs(spec, card, task, cards)
     steps = []
     for step in rungs:

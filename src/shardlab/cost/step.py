@@ -37,11 +37,10 @@ def none_bigger(card: CardSpec, nbytes: int) -> Step:
 
 
 def tensor_degrees(spec: ModelSpec, card: CardSpec, cards: int) -> Iterator[int]:
-    """The tp that the model allows inside a domain, from 2 up, that divide `cards`."""
+    """The tp that the model allows inside a domain, from 2 up; `cards` that are left over idle, or hold copies."""
     for tp in range(2, min(cards, card.domain) + 1):
         try:
             Layout(tp).check(spec)
         except ValueError:
             continue
-        if cards % tp == 0:
-            yield tp
+        yield tp

@@ -71,9 +71,15 @@ def experts_met(spec: ModelSpec, batch: int) -> float:
 
 def decode_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1,
                  dtype: str = "bf16", kv_dtype: str = "bf16") -> float:
-    """Seconds that one decoding step takes at least: `bytes_read` at the speed of the card's memory. Nothing else
-    counted, collectives neither; the arithmetic is far below until a batch reaches `card.ridge` tokens."""
-    return bytes_read(spec, layout, batch=batch, context=context, dtype=dtype, kv_dtype=kv_dtype) / card.hbm
+    """Seconds that one decoding step takes at least: `bytes_read` at the speed of the card's memory, or the step's
+    arithmetic, 2 a token for each active parameter, whichever takes longer. Nothing else counted, collectives neither.
+
+    The arithmetic is the card's in bf16, or its fastest where it has none; it takes longer from a batch of about
+    `card.ridge` tokens on.
+    """
+    read = bytes_read(spec, layout, batch=batch, context=context, dtype=dtype, kv_dtype=kv_dtype) / card.hbm
+    rate = card.flops.get("bf16") or max(card.flops.values())
+    return max(read, 2 * spec.active * batch / (rate * layout_of(layout).world_size))
 
 
 def prefill_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, tokens: int,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..specs import CardSpec, Layout, ModelSpec, find_link
+from ..specs import CardSpec, Layout, ModelSpec, dtype_of, find_link
 from ..specs.check import whole
 from ..specs.units import decimal, seconds
 from .memory import MemoryBill
@@ -73,6 +73,8 @@ def _offload(spec: ModelSpec, card: CardSpec, task: Train) -> Step:
         why = "its link to the host isn't known" if card.host_link is None else (
             f"{decimal(min(left.values()))} are left on the card without optimizer states, of {decimal(card.memory)}")
         return Step("offload the optimizer", "no", min(left.values()), why)
+    if dtype_of(task.dtype).name not in card.flops:
+        return Step("offload the optimizer", "no", held, f"the card has no arithmetic in {task.dtype} that is known")
     link, again = find_link(card.host_link), recompute == "full"
     wire = (bill.gradients + bill.weights) / link.per_direction
     work = training_flops(spec.active, task.batch * task.seq) * (4 / 3 if again else 1) / card.flop_rate(task.dtype)
@@ -104,23 +106,25 @@ def _cut(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[S
             bill = task.bill(spec, Layout(tp), recompute)
             beside = bill.per_rank - bill.weights - bill.gradients - bill.states
             for stage in (1, 2, 3) if dp > 1 else (0,):
-                held = beside + _states(bill, stage, dp)
+                held = beside + _states(bill, stage, dp) + (_gathered(spec, bill, tp) if stage == 3 else 0)
                 if held <= card.memory:
                     yield _cut_step(tp, dp, stage, recompute, held, card, bill)
                     return
     bill = task.bill(spec, recompute="full")
     states = bill.weights + bill.gradients + bill.states
     beside = bill.per_rank - states
-    held = beside + math.ceil((states - bill.states) / cards)
+    held = beside + math.ceil((states - bill.states) / cards) + _gathered(spec, bill, 1)
     if cards > 1 and card.host_link and held <= card.memory:
         why = (f"{decimal(held)} of {decimal(card.memory)} on each card, recomputing in full, the optimizer's states "
                "on the host (by formula; chapter 4)")
         yield Step(f"cut and offload, ZeRO-3 over {cards}", "would", held, why)
         return
     room = card.memory - beside
-    more = f"{math.ceil(states / room)} cards or more" if room > 0 else "a shorter sequence, or cuts of the activations"
-    yield Step("cut further", "no", states // cards,
-               f"{decimal(states)} of weights, gradients and states ask for {more}")
+    why = (f"{decimal(beside)} of activations and buffers in {decimal(card.memory)}: a smaller batch, its gradients "
+           "summed over several passes, or a shorter sequence")
+    if room > 0:
+        why = f"{decimal(states)} of weights, gradients and states ask for about {math.ceil(states / room)} cards"
+    yield Step("cut further", "no", states // cards, why)
 
 
 def _cut_step(tp: int, dp: int, stage: int, recompute: str | None, held: int, card: CardSpec, bill: MemoryBill) -> Step:
@@ -129,6 +133,12 @@ def _cut_step(tp: int, dp: int, stage: int, recompute: str | None, held: int, ca
     why += ", recomputing in full" if recompute == "full" else ""
     why += " (by formula; chapter 4 runs it)" if dp > 1 else ""
     return Step(f"cut, {name}", "yes", held, why, bill if dp == 1 else None, dp * tp)
+
+
+def _gathered(spec: ModelSpec, bill: MemoryBill, tp: int) -> int:
+    """What a rank has whole at a time under ZeRO-3: the weights and the gradients of the largest layer."""
+    layer = max(sum(times * tensor.size for times, tensor in kind) for _, kind in spec.kinds())
+    return layer // tp * (bill.weights + bill.gradients) // sum(bill.elements.values())
 
 
 def _states(bill: MemoryBill, stage: int, dp: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..specs import Layout, ModelSpec
+from ..specs.layout import layout_of
 from ..specs.units import parse_bytes
 from .activations import activations
 from .memory import MemoryBill, Part, memory
@@ -24,6 +25,7 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
     GPU kernels. Gradients on their way through a layer are not counted, nor what the allocator loses between blocks.
     Raises ValueError as `memory` and `activations` do, and on a reserve that is no size.
     """
+    layout_of(layout).check(spec)
     if spec.learned_positions and seq > spec.max_positions:
         raise ValueError(f"{spec.name} has learned {spec.max_positions:,} positions, too few for {seq:,} tokens")
     bill = memory(spec, layout, dtype, True, optimizer, master, gradients)

@@ -62,7 +62,7 @@ def load_config(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any
     name, path = (path.resolve().name, path / "config.json") if path.is_dir() else (path.stem, path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a whole JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, not an object with the model's sizes")
@@ -161,7 +161,7 @@ def _stored(config: dict[str, Any]) -> str | None:
     quantised = config.get("quantization_config")
     if not quantised:
         return dtype_of(_torch_dtype(config)).name if _torch_dtype(config) else None
-    method = quantised.get("quant_method")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if method == "fp8" and quantised.get("weight_block_size") == [128, 128]:
         return "fp8"
     if method == "mxfp4":
@@ -173,6 +173,8 @@ def _stored(config: dict[str, Any]) -> str | None:
 def _dense_layers(config: dict[str, Any]) -> int:
     """How many layers come before those with experts: what `mlp_only_layers` and `decoder_sparse_step` say."""
     only, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(only, list):
+        raise ValueError(f"mlp_only_layers must be a list of layers, not {only!r}")
     if step != 1:
         raise ValueError(f"decoder_sparse_step = {step} is not supported: experts are in every layer after the first "
                          "dense ones")
