@@ -3,11 +3,14 @@
 import subprocess
 import sys
 import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from browser import Browser, executable
 from serve import server
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -52,3 +55,18 @@ def browser():
         pytest.skip("no Chromium here: the built pages are not watched")
     with Browser(program) as opened:
         yield opened
+
+
+@pytest.fixture
+def build(tmp_path, request):
+    """`build(text)`: a page as HTML, and the warnings of its build, with the `EXTENSIONS` that the test file names."""
+    (tmp_path / "conf.py").write_text(f"extensions = {request.module.EXTENSIONS}\nnb_execution_mode = 'off'\n")
+
+    def of(text):
+        (tmp_path / "index.md").write_text(text)
+        warnings, out = StringIO(), tmp_path / "out"
+        with patch_docutils(), docutils_namespace():
+            Sphinx(tmp_path, tmp_path, out, tmp_path / "trees", "html", status=StringIO(), warning=warnings).build()
+        return (out / "index.html").read_text(), warnings.getvalue()
+
+    return of

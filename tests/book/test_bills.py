@@ -1,31 +1,13 @@
 """The directive that shows a bill: the library's own table, with the names of the page, or a warning with its line."""
 
-from io import StringIO
 
 import pytest
-from sphinx.application import Sphinx
-from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 from shardlab.cost import Serve, ladder
 from shardlab.specs import find_card, find_model
 
-CONF = "extensions = ['myst_nb', 'computed', 'bills']\nnb_execution_mode = 'off'\n"
+EXTENSIONS = ["myst_nb", "computed", "bills"]
 NAMES = "```{numbers}\nsmall, card = find_model('llama-3.1-8b'), find_card('h100')\n```\n\n"
-
-
-@pytest.fixture
-def build(tmp_path):
-    """`build(text)`: the page as HTML, and the warnings of its build."""
-    (tmp_path / "conf.py").write_text(CONF)
-
-    def of(text):
-        (tmp_path / "index.md").write_text(text)
-        warnings, out = StringIO(), tmp_path / "out"
-        with patch_docutils(), docutils_namespace():
-            Sphinx(tmp_path, tmp_path, out, tmp_path / "trees", "html", status=StringIO(), warning=warnings).build()
-        return (out / "index.html").read_text(), warnings.getvalue()
-
-    return of
 
 
 def test_a_bill_is_the_table_that_a_notebook_shows(build):

@@ -2,31 +2,13 @@
 
 import re
 from html import unescape
-from io import StringIO
 
 import pytest
 from spec_tables import NOT_KNOWN, SOURCES, TABLES, scaled
-from sphinx.application import Sphinx
-from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 from shardlab.specs import bundled_cards, bundled_links, bundled_models, find_card, find_link, find_model
 
-CONF = "extensions = ['myst_nb', 'computed', 'spec_tables']\nnb_execution_mode = 'off'\n"
-
-
-@pytest.fixture
-def build(tmp_path):
-    """`build(text)`: the page as HTML, and the warnings of its build."""
-    (tmp_path / "conf.py").write_text(CONF)
-
-    def of(text):
-        (tmp_path / "index.md").write_text(text)
-        warnings, out = StringIO(), tmp_path / "out"
-        with patch_docutils(), docutils_namespace():
-            Sphinx(tmp_path, tmp_path, out, tmp_path / "trees", "html", status=StringIO(), warning=warnings).build()
-        return (out / "index.html").read_text(), warnings.getvalue()
-
-    return of
+EXTENSIONS = ["myst_nb", "computed", "spec_tables"]
 
 
 def rows(html):
