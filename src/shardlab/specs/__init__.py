@@ -1,4 +1,4 @@
-"""What a model, a card, a link, a cluster and a layout are, in plain data. Standard library only."""
+"""What a model, a card, a link, a cluster, a topology and a layout are, in plain data. Standard library only."""
 
 from .attention import Compressed, Latent
 from .card import CardSpec, bundled_cards, find_card
@@ -12,7 +12,8 @@ from .model import ModelSpec
 from .rope import RopeScaling
 from .storage import Format, Packed, format_of
 from .tensor import TensorSpec, padded
+from .topology import Topology
 
 __all__ = ["CardSpec", "ClusterSpec", "Compressed", "Dtype", "Experts", "Format", "Latent", "Layout", "LinkSpec",
-           "ModelSpec", "Packed", "RopeScaling", "TensorSpec", "bundled_cards", "bundled_links", "bundled_models",
-           "dtype_of", "find_card", "find_link", "find_model", "format_of", "padded"]
+           "ModelSpec", "Packed", "RopeScaling", "TensorSpec", "Topology", "bundled_cards", "bundled_links",
+           "bundled_models", "dtype_of", "find_card", "find_link", "find_model", "format_of", "padded"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from .card import CardSpec, find_card
 from .check import whole
 from .link import LinkSpec, find_link
+from .topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +61,9 @@ class ClusterSpec:
     def injection(self) -> float:
         """Bytes a second that one whole domain can send to the others. Not to be mistaken for one card's share."""
         return self.per_domain * self.between.per_direction
+
+    @property
+    def topology(self) -> Topology:
+        """Its cards as ranks: a node for each domain, a NIC for each card."""
+        return Topology(nodes=self.domains, per_node=self.per_domain, between=self.between, inside=self.inside,
+                        nic="rank")
