@@ -180,7 +180,7 @@ def test_the_debug_setting_ends_with_its_block():
     with pytest.raises(TypeError):
         with comm.use(debugging=True):
             pass
-    from shardlab.comm import ops
+    from shardlab.comm.settings import now
     with comm.use(debug=True):
-        assert ops._settings[-1].debug
-    assert not ops._settings[-1].debug
+        assert now().debug
+    assert not now().debug

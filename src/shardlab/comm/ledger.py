@@ -1,7 +1,8 @@
 """The ledger: every collective of a rank, with the bytes handed to it and the bytes it sends.
 
-`payload` is what was handed to the verb, always counted. `wire` is what this rank sends for it; for an operation of the
-backend, which does not tell, it is derived from the ring algorithm and marked so.
+`payload` is what was handed to the verb, always counted. `wire` is what this rank sends for it: counted message by
+message where it is made of messages, and in shared memory; for an operation of the backend, which does not tell, it is
+derived from the ring algorithm and marked so.
 """
 
 from __future__ import annotations
@@ -12,11 +13,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from . import flight
+from .trace import chrome_trace
+
+
+@dataclass(slots=True)
+class Message:
+    """A message that was sent within a collective; ranks are global, times seconds on the host's monotonic clock."""
+
+    src: int
+    dst: int
+    nbytes: int
+    offset: int  # of its first byte in the collective's tensor; -1 where it is a sum that stands elsewhere
+    link: str  # of the topology, "" where there is none
+    start: float
+    end: float = 0.0
 
 
 @dataclass(slots=True)
@@ -36,6 +52,10 @@ class Entry:
     site: str
     start: float
     end: float = 0.0
+    algorithm: str = ""  # "ring", "tree", …; "shared" in memory that all ranks share; "" is the backend's own
+    transport: str = ""  # "gloo", "nccl", "shm", or "gloo+shm" across nodes and inside them
+    staged: bool = False  # a device's tensor, copied to host memory and back since the transport takes no other
+    messages: list[Message] = field(default_factory=list)  # those that this rank has sent, where it is made of messages
 
 
 @dataclass
@@ -75,6 +95,10 @@ class Ledger:
     def to_dicts(self) -> list[dict]:
         """The entries as plain dictionaries (JSON-ready), which is what drawings take."""
         return [asdict(e) for e in self.entries]
+
+    def to_chrome_trace(self) -> str:
+        """The entries and their messages as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        return chrome_trace(self.to_dicts())
 
     def _groups(self) -> Iterator[tuple[list[int], dict]]:
         """Ranks that did the same, with their sums: usually one group of all ranks."""
@@ -153,11 +177,11 @@ def ring_wire(op: str, payload: int, p: int) -> float:
     """Bytes each of `p` ranks sends when a ring does `op` on `payload` bytes handed in (mean over ranks).
 
     Patarasuk & Yuan 2009 for the all-reduce; its two halves, all-gather and reduce-scatter, by the same argument.
-    A broadcast passed along a chain is sent by all ranks but the last.
+    Broadcast and reduction passed along a chain are sent by all ranks but one. Of what all-to-all, gather and scatter
+    are handed, all but a rank's own part is sent.
     """
-    share = {"all_reduce": 2 * (p - 1) / p, "reduce_scatter": (p - 1) / p, "all_gather": p - 1,
-             "broadcast": (p - 1) / p, "send": 1, "recv": 0, "barrier": 0}
-    return share[op] * payload
+    share = {"all_reduce": 2 * (p - 1) / p, "all_gather": p - 1, "barrier": 0, "send": 1, "recv": 0}
+    return share.get(op, (p - 1) / p) * payload
 
 
 def axis_of(group: dist.ProcessGroup) -> str:
@@ -167,38 +191,85 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 class Mark:
-    """One collective in progress: tells the flight recorder and, where a ledger is open, writes its entry."""
+    """One collective in progress: tells the flight recorder and, where a ledger is open, writes its entry.
 
-    def __init__(self, op: str, tensor: torch.Tensor | None, group: dist.ProcessGroup, detail: str = ""):
-        self._ranks = tuple(dist.get_process_group_ranks(group))
-        axis, shape = axis_of(group), tuple(tensor.shape) if tensor is not None else ()
-        dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-        what = f"{op}{detail} {dtype} {shape}" if tensor is not None else op
-        self.text = f"{what} on axis {axis}, ranks {list(self._ranks)}"
-        self._entry = None
+    `handed` is the tensor that the caller hands in, None where there is none; `alike` is false where the ranks' shapes
+    may differ. `text` says what this rank is about to do, `agreed` the part of it that is the same on all ranks.
+    """
+
+    def __init__(self, op: str, handed: torch.Tensor | None, group: dist.ProcessGroup, detail: str = "",
+                 alike: bool = True):
+        self.ranks, self.axis, _ = members(group)
+        shape = tuple(handed.shape) if handed is not None else ()
+        dtype = str(handed.dtype).removeprefix("torch.") if handed is not None else ""
+        where = f"on axis {self.axis}, ranks {list(self.ranks)}"
+        self.text = f"{op}{detail} {dtype} {shape} {where}" if dtype else f"{op}{detail} {where}"
+        self.agreed = self.text if alike else f"{op}{detail} {where}"
+        self.entry = None
         if _open:
-            payload = tensor.numel() * tensor.element_size() if tensor is not None else 0
+            payload = handed.numel() * handed.element_size() if handed is not None else 0
             told = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            self._entry = Entry(
-                op=op, axis=axis, ranks=self._ranks, rank=dist.get_rank(), shape=shape, dtype=dtype, payload=payload,
-                wire=ring_wire(op, payload, len(self._ranks)), derived=op not in ("send", "recv", "barrier"),
-                phase=_phases[-1] if _phases else told, site=_site(), start=time.monotonic())
+            self.entry = Entry(
+                op=op, axis=self.axis, ranks=self.ranks, rank=dist.get_rank(), shape=shape, dtype=dtype,
+                payload=payload, wire=0, derived=False, phase=_phases[-1] if _phases else told, site=_site(),
+                start=time.monotonic())
             for ledger in _open:
-                ledger.entries.append(self._entry)
+                ledger.entries.append(self.entry)
 
     def enter(self) -> None:
         flight.enter(self.text)
+
+    def goes(self, algorithm: str, transport: str, staged: bool) -> None:
+        """Which way it goes; by the backend's own, what it sends is derived from a ring."""
+        if self.entry is not None:
+            self.entry.algorithm, self.entry.transport, self.entry.staged = algorithm, transport, staged
+            if not algorithm and self.entry.op not in ("send", "recv", "barrier"):
+                self.entry.wire = ring_wire(self.entry.op, self.entry.payload, len(self.ranks))
+                self.entry.derived = True
+
+    def sends(self, dst: int, nbytes: int, offset: int, link: str) -> Callable[[], None]:
+        """A message leaves for global rank `dst`; to be called when it is gone."""
+        if self.entry is None:
+            return _nothing
+        sent = Message(self.entry.rank, dst, nbytes, offset, link, time.monotonic())
+        self.entry.messages.append(sent)
+        self.entry.wire += nbytes
+
+        def gone() -> None:
+            sent.end = time.monotonic()
+
+        return gone
+
+    def writes(self, nbytes: int) -> None:
+        """So many bytes went into shared memory."""
+        if self.entry is not None:
+            self.entry.wire += nbytes
 
     def drop(self) -> None:
         """It came to nothing, so nothing is entered."""
         flight.leave()
         for ledger in _open:
-            ledger.entries[:] = [e for e in ledger.entries if e is not self._entry]
+            ledger.entries[:] = [e for e in ledger.entries if e is not self.entry]
 
     def leave(self) -> None:
         flight.leave()
-        if self._entry is not None:
-            self._entry.end = time.monotonic()
+        if self.entry is not None:
+            self.entry.end = time.monotonic()
+
+
+def _nothing() -> None:
+    pass
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], str, dict[str, str]]] = WeakKeyDictionary()
+
+
+def members(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str, dict[str, str]]:
+    """(global ranks, axis, {device type: backend}) of a group, looked up once: torch takes microseconds for each."""
+    if group not in _known:
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        _known[group] = tuple(dist.get_process_group_ranks(group)), axis_of(group), backends
+    return _known[group]
 
 
 _HERE, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)

@@ -1,76 +1,53 @@
 """The verbs: the only place where tensors cross ranks.
 
-Names and meaning are torch.distributed's; four things are added. Strided tensors are made contiguous and copied back
-(gloo is silently wrong on them, pytorch/pytorch#192920). Every call is recorded. The result tensor is always returned,
-or, with `async_op=True`, a handle whose `wait()` returns it. A tensor that autograd tracks is refused, since a
-collective would cut it out of the graph without a word: `comm.regions` has the differentiable ones.
+Names and meaning are torch.distributed's; five things are added. Strided tensors are made contiguous and copied back
+(gloo is silently wrong on them, pytorch/pytorch#192920). Every dtype moves, and bool combines. Every call is recorded.
+The result tensor is always returned, or, with `async_op=True`, a handle whose `wait()` returns it. A tensor that
+autograd tracks is refused, since a collective would cut it out of the graph without a word: `comm.regions` has the
+differentiable ones. `comm.use` says which way they go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import math
 
 import torch
-import torch.distributed as dist
 
-from .ledger import Mark
-
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
-           "product": dist.ReduceOp.PRODUCT}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the verbs run. `debug`: ranks first tell each other what they are about to do, and raise if they differ."""
-
-    debug: bool = False
-
-
-_settings = [Settings()]  # the innermost `use` last
-
-
-@contextmanager
-def use(**changes) -> Iterator[None]:
-    """Run the verbs in the block with other settings: `with comm.use(debug=True): …`; TypeError on unknown ones."""
-    _settings.append(replace(_settings[-1], **changes))
-    try:
-        yield
-    finally:
-        _settings.pop()
-
-
-class Handle:
-    """A collective under way. Keep neither reading nor writing its tensors until `wait()` has returned the result."""
-
-    def __init__(self, work: dist.Work | None, mark: Mark, result: Callable[[], torch.Tensor]):
-        self._work, self._mark, self._result = work, mark, result
-
-    def wait(self) -> torch.Tensor:
-        """Block until the collective is done; the result tensor. Further calls return it again."""
-        if self._work is not None:
-            self._mark.enter()
-            try:
-                self._work.wait()
-            except Exception:
-                self._mark.drop()
-                raise
-            self._mark.leave()
-            self._work = None
-            self._value = self._result()
-        return self._value
+from .made import COMBINE
+from .way import collective, group_of, number_of
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
     """Combine `tensor` (any shape, the same on all ranks) over the group, in place; every rank gets the result.
 
-    `op` is sum, max, min or product. Raises ValueError on another op or on a tensor that autograd tracks.
+    `op` is sum, max, min or product; of bools, sum is "any" and product "all". Raises ValueError on another op, on a
+    dtype that gloo can't combine, or on a tensor that autograd tracks.
     """
-    if op not in _REDUCE:
-        raise ValueError(f"all_reduce has no op {op!r}; use one of {', '.join(_REDUCE)}")
-    return _run("all_reduce", tensor, group, async_op, detail=f"({op})",
-                start=lambda flat, g: (dist.all_reduce(flat, _REDUCE[op], g, async_op=True), flat), back=tensor)
+    return collective("all_reduce", tensor, group, async_op, combines=True, back=tensor, detail=f"({op})",
+                      op=_known("all_reduce", op, tensor))
+
+
+def reduce(tensor: torch.Tensor, dst: int, op: str = "sum", group=None, async_op: bool = False):
+    """Combine `tensor` over the group, in place, on global rank `dst` alone; the others' tensors stay as they are.
+
+    Raises ValueError as `all_reduce` does, and if `dst` is no member.
+    """
+    root = number_of(dst, group, "reduce to")
+    mine = group_of(group).rank() == root
+    return collective("reduce", tensor if mine else tensor.clone(), group, async_op, combines=True,
+                      back=tensor if mine else None, gives=None if mine else tensor, detail=f"({op}) to rank {dst}",
+                      op=_known("reduce", op, tensor), root=root)
+
+
+def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
+    """Combine `tensor` (p·d0, …) over the group; rank r gets rows r·d0 to (r+1)·d0 of the result: (d0, …).
+
+    Raises ValueError where dim 0 does not divide by the group's size, and as `all_reduce` does.
+    """
+    _rows("reduce_scatter", tensor, group_of(group).size())
+    return collective("reduce_scatter", tensor, group, async_op, combines=True, detail=f"({op})",
+                      shape=(tensor.shape[0] // group_of(group).size(), *tensor.shape[1:]),
+                      op=_known("reduce_scatter", op, tensor))
 
 
 def all_gather(tensor: torch.Tensor, group=None, async_op: bool = False):
@@ -78,122 +55,93 @@ def all_gather(tensor: torch.Tensor, group=None, async_op: bool = False):
 
     A zero-dimensional tensor gives shape (p,). Raises ValueError on a tensor that autograd tracks.
     """
-    def start(flat, group):
-        p = group.size()
-        out = flat.new_empty((p * flat.shape[0], *flat.shape[1:]) if flat.dim() else (p,))
-        return _ALL_GATHER(out.view(-1), flat.view(-1), group=group, async_op=True), out
-
-    return _run("all_gather", tensor, group, async_op, start=start)
+    return collective("all_gather", tensor, group, async_op, shape=_joined(tensor, group_of(group).size()))
 
 
-def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
-    """Combine `tensor` (p·d0, …) over the group; rank r gets rows r·d0 to (r+1)·d0 of the result: (d0, …).
+def all_to_all(tensor: torch.Tensor, input_split_sizes: list[int] | None = None,
+               output_split_sizes: list[int] | None = None, group=None, async_op: bool = False):
+    """Rows of `tensor` (d0, …) to every rank, theirs joined in rank order: (sum of what each sends here, …).
 
-    Raises ValueError where dim 0 does not divide by the group's size, on an unknown op, or on a tracked tensor.
+    Rank r gets the r-th block of rows of each rank. Blocks are equal, or as long as `input_split_sizes` says (rows for
+    each rank), and then `output_split_sizes` must say how many rows come from each. Raises ValueError where dim 0 does
+    not divide, on sizes that do not add up, and on a tensor that autograd tracks.
     """
-    if op not in _REDUCE:
-        raise ValueError(f"reduce_scatter has no op {op!r}; use one of {', '.join(_REDUCE)}")
-    p = _group(group).size()
-    if tensor.dim() == 0 or tensor.shape[0] % p:
-        raise ValueError(f"reduce_scatter splits dim 0 of {tuple(tensor.shape)} over {p} ranks: pad it to {p} × n")
-
-    def start(flat, group):
-        out = flat.new_empty((flat.shape[0] // p, *flat.shape[1:]))
-        return _REDUCE_SCATTER(out.view(-1), flat.view(-1), op=_REDUCE[op], group=group, async_op=True), out
-
-    return _run("reduce_scatter", tensor, group, async_op, start=start, detail=f"({op})")
+    p = group_of(group).size()
+    if input_split_sizes is None and output_split_sizes is None:
+        _rows("all_to_all", tensor, p)
+        input_split_sizes = output_split_sizes = [tensor.shape[0] // p] * p
+    given = _sizes("input_split_sizes", input_split_sizes, p)
+    taken = _sizes("output_split_sizes", output_split_sizes, p)
+    if tensor.dim() == 0 or sum(given) != tensor.shape[0]:
+        raise ValueError(f"input_split_sizes {given} are {sum(given)} rows, and the tensor is {tuple(tensor.shape)}")
+    row = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return collective("all_to_all", tensor, group, async_op, alike=False,
+                      shape=(sum(taken), *tensor.shape[1:]),
+                      given=[rows * row for rows in given], taken=[rows * row for rows in taken])
 
 
 def broadcast(tensor: torch.Tensor, src: int, group=None, async_op: bool = False):
     """Overwrite `tensor` on every rank with that of global rank `src`, in place. ValueError if src is no member."""
-    _member(src, group, "broadcast from")
-    return _run("broadcast", tensor, group, async_op, detail=f" from rank {src}",
-                start=lambda flat, g: (dist.broadcast(flat, src, g, async_op=True), flat), back=tensor)
+    return collective("broadcast", tensor, group, async_op, back=tensor, detail=f" from rank {src}",
+                      root=number_of(src, group, "broadcast from"))
 
 
-def send(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False):
-    """Send `tensor` to global rank `dst`, which must `recv` the same shape and dtype."""
-    _member(dst, group, "send to")
-    return _run("send", tensor, group, async_op, detail=f" to rank {dst}", peer=True,
-                start=lambda flat, g: (dist.isend(flat, dst, g), flat))
+def gather(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False):
+    """Every rank's `tensor` (d0, …) joined along dim 0 on global rank `dst`: (p·d0, …); on the others empty, (0, …).
+
+    Raises ValueError if `dst` is no member, or on a tensor that autograd tracks.
+    """
+    root = number_of(dst, group, "gather to")
+    rows = group_of(group).size() if group_of(group).rank() == root else 0
+    return collective("gather", tensor, group, async_op, detail=f" to rank {dst}", root=root,
+                      shape=_joined(tensor, rows))
 
 
-def recv(tensor: torch.Tensor, src: int, group=None, async_op: bool = False):
-    """Fill `tensor` with what global rank `src` sends, in place."""
-    _member(src, group, "receive from")
-    return _run("recv", tensor, group, async_op, detail=f" from rank {src}", peer=True,
-                start=lambda flat, g: (dist.irecv(flat, src, g), flat), back=tensor)
+def scatter(tensor: torch.Tensor, whole: torch.Tensor | None = None, src: int = 0, group=None, async_op: bool = False):
+    """Fill `tensor` (d0, …) with this rank's rows of `whole` (p·d0, …), which is given on global rank `src` alone.
+
+    Raises ValueError where `whole` is given elsewhere, or missing there, or of another shape or dtype.
+    """
+    root, p = number_of(src, group, "scatter from"), group_of(group).size()
+    here = group_of(group).rank() == root
+    if here != (whole is not None):
+        raise ValueError(f"scatter from rank {src}: give the whole tensor there, and on no other rank")
+    if whole is not None and (whole.dtype != tensor.dtype or tuple(whole.shape) != _joined(tensor, p)):
+        raise ValueError(f"scatter over {p} ranks fills {tuple(tensor.shape)} {tensor.dtype} from "
+                         f"{_joined(tensor, p)}, not from {tuple(whole.shape)} {whole.dtype}")
+    return collective("scatter", tensor, group, async_op, back=tensor, detail=f" from rank {src}", alike=False,
+                      handed=whole if whole is not None else tensor[:0] if tensor.dim() else tensor.new_empty(0),
+                      root=root, whole=whole)
 
 
 def barrier(group=None) -> None:
     """Wait until every rank of the group is here."""
-    group = _group(group)
-    mark = Mark("barrier", None, group)
-    mark.enter()
-    _agree("barrier", group)
-    dist.barrier(group)
-    mark.leave()
+    collective("barrier", None, group, False)
 
 
-# torch 2.13 renamed these two; the names before are deprecated there and the only ones before it
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _known(verb: str, op: str, tensor: torch.Tensor) -> str:
+    """`op`, or the one that does the same to bools seen as bytes. Raises ValueError on one that there is not."""
+    if op not in COMBINE:
+        raise ValueError(f"{verb} has no op {op!r}; use one of {', '.join(COMBINE)}")
+    return {"sum": "max", "product": "min"}.get(op, op) if tensor.dtype == torch.bool else op
 
 
-def _run(name, tensor, group, async_op, *, start, detail="", back=None, peer=False):
-    """Check, mark and start one collective; `start(contiguous, group)` gives (work, result).
-
-    Where `back` is given the verb is in place: the result is copied into it if a contiguous copy had to be made.
-    """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} on a tensor that autograd tracks would drop its gradient: "
-                         "use comm.regions, or detach() it first")
-    group = _group(group)
-    mark = Mark(name, tensor, group, detail)
-    mark.enter()
-    if not peer:
-        _agree(mark.text, group)
-    try:
-        with torch.no_grad():
-            work, result = start(tensor.detach().contiguous(), group)
-    except Exception:
-        mark.drop()
-        raise
-
-    def finish():
-        if back is None:
-            return result
-        if result.data_ptr() != back.data_ptr():  # `back` is strided: a copy took part
-            with torch.no_grad():
-                back.copy_(result)
-        torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
-        return back
-
-    handle = Handle(work, mark, finish)
-    if not async_op:
-        return handle.wait()
-    mark.leave()
-    return handle
+def _rows(verb: str, tensor: torch.Tensor, p: int) -> None:
+    """Raise ValueError where dim 0 does not divide over `p` ranks."""
+    if tensor.dim() == 0 or tensor.shape[0] % p:
+        raise ValueError(f"{verb} splits dim 0 of {tuple(tensor.shape)} over {p} ranks: pad it to {p} × n")
 
 
-def _agree(text: str, group: dist.ProcessGroup) -> None:
-    """In debug mode, raise on every rank alike where the ranks of the group are not about to do the same thing."""
-    if not _settings[-1].debug:
-        return
-    said: list = [None] * group.size()
-    dist.all_gather_object(said, text, group)
-    if len(set(said)) > 1:
-        lines = [f"  rank {r}: {s}" for r, s in zip(dist.get_process_group_ranks(group), said, strict=True)]
-        raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+def _joined(tensor: torch.Tensor, p: int) -> tuple[int, ...]:
+    """The shape of `p` such tensors joined along dim 0."""
+    return (p * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (p,)
 
 
-def _group(group) -> dist.ProcessGroup:
-    if group is None and not dist.is_initialized():
-        raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
-    return group or dist.distributed_c10d._get_default_group()
-
-
-def _member(rank: int, group, what: str) -> None:
-    ranks = dist.get_process_group_ranks(_group(group))
-    if rank not in ranks:
-        raise ValueError(f"cannot {what} rank {rank}: the group has ranks {ranks}")
+def _sizes(name: str, sizes: list[int] | None, p: int) -> list[int]:
+    """The split sizes as whole numbers. Raises ValueError unless they are `p` numbers of rows."""
+    if sizes is None:
+        raise ValueError(f"{name} is missing: say how many rows go to each rank, and how many come from each")
+    sizes = [int(size) for size in sizes]
+    if len(sizes) != p or min(sizes) < 0:
+        raise ValueError(f"{name} = {sizes}: give {p} numbers of rows, one for each rank")
+    return sizes

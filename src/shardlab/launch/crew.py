@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 
+from ..specs import Topology
 from .rank import Failure, Setup, kill
 from .report import Output, Report
 
@@ -63,12 +64,13 @@ class Server:
 class Crew:
     """Ranks that live in one process group, from their start to their end, which is the end of them all."""
 
-    def __init__(self, server: Server, size: int, backend: str, timeout: float, threads: int, card: int | None):
+    def __init__(self, server: Server, size: int, backend: str, timeout: float, threads: int, card: int | None,
+                 topology: Topology | None):
         folder = Path(tempfile.mkdtemp(prefix="shardlab-"))
         with ExitStack() as undo:  # should it fail before there are ranks: out of file descriptors, say
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             self.setup = Setup(folder, size, backend, timeout + 30, threads, environ(), list(sys.path), os.getcwd(),
-                               card)
+                               card, topology)
             self._output = Output(self.setup)
             undo.callback(self._output.close)
             self._control, warden = Pipe()

@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 
 from ..card import Limit
-from ..comm import barrier, flight
+from ..comm import barrier, flight, links, shm, use
+from ..specs import Topology
 from .send import name_of
 
 MOST_RANKS = 200  # the pipes of all ranks travel in one message, which Linux limits to 253 file descriptors
@@ -47,7 +48,8 @@ STACK_SIGNAL = signal.SIGUSR2  # makes a rank write where it is
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a set are told at their start; `timeout` in seconds, `card` in bytes."""
+    """What all ranks of a set are told at their start; `timeout` in seconds, `card` in bytes; `topology` of the links
+    that are to be slowed."""
 
     folder: Path
     size: int
@@ -58,6 +60,12 @@ class Setup:
     path: list[str]
     directory: str
     card: int | None
+    topology: Topology | None
+
+    @property
+    def nics(self) -> Path:
+        """Where all ranks keep the clocks of emulated links."""
+        return self.folder / "nics"
 
     def file(self, rank: int, kind: str) -> Path:
         """Where `rank` keeps its 'out' (what it prints), 'flight' (last collective) or 'stack' (where it is)."""
@@ -110,11 +118,12 @@ def _warden(requests: socket.socket, ends: list[Connection]) -> None:
     setup = control.recv()
     if not isinstance(setup, Setup):  # told to end before there was anything to start
         return
+    segment = shm.Segment.anonymous(setup.size)
     alive: dict[int, int] = {}
     told = threading.Thread(target=_end_when_told, args=(control, alive))
     try:
         for rank, pipe in enumerate(pipes):
-            pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup)
+            pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup, segment)
             with suppress(OSError):
                 os.setpgid(pid, pid)  # the rank does the same; who comes first does not matter
             alive[pid] = rank
@@ -147,11 +156,14 @@ def kill(rank: int) -> None:
         os.killpg(rank, signal.SIGKILL)
 
 
-def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup) -> None:
+def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup,
+          segment: shm.Segment | None) -> None:
     os.setpgid(0, 0)
     for end in others:
         end.close()
     _settle(rank, setup)
+    links.open(setup.nics)
+    shm.join(segment, rank, setup.timeout, shm.missing(setup.size))
     limit = None if setup.card is None else Limit(setup.card, gpu="nccl" in setup.backend)
     _report(rank, pipe, partial(_join, rank, setup, limit))
     while True:
@@ -161,7 +173,7 @@ def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup) -
             return
         linecache.cache.update(sources)
         flight.open(setup.file(rank, "flight"))
-        _report(rank, pipe, partial(_call, payload, limit))
+        _report(rank, pipe, partial(_call, payload, limit, setup.topology))
 
 
 def _settle(rank: int, setup: Setup) -> None:
@@ -200,9 +212,9 @@ def _join(rank: int, setup: Setup, limit: Limit | None) -> bytes:
     return f"{os.getpid()} {limit.missing if limit is not None else ''}".encode()
 
 
-def _call(payload: bytes, limit: Limit | None) -> bytes:
+def _call(payload: bytes, limit: Limit | None, topology: Topology | None) -> bytes:
     fn, args, kwargs = cloudpickle.loads(payload)
-    with limit or nullcontext():
+    with limit or nullcontext(), use(topology=topology):
         result = fn(dist.group.WORLD, *args, **kwargs)
     try:
         return cloudpickle.dumps(result)

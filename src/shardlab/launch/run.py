@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .. import card as cards
+from ..comm import links, shm, use
+from ..specs import Topology
 from ..specs.units import binary
 from .crew import Crew, Server, environ
 from .rank import IN_RANK, MOST_RANKS
@@ -27,7 +29,7 @@ _server = Server()  # this process's one server; nothing is started before the f
 
 
 def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: float = 60, threads: int = 1,
-           card: object = None, **kwargs) -> list:
+           card: object = None, topology: Topology | None = None, **kwargs) -> list:
     """Run fn(group, *args, **kwargs) on `ranks` new processes; their results in rank order.
 
     `group` is the process group of all ranks. `backend`: 'gloo', 'nccl' (one GPU a rank), or 'auto': nccl for the
@@ -40,19 +42,23 @@ def launch(fn: Callable, ranks: int, *args, backend: str = "auto", timeout: floa
     rank the limit is the GPU's, else the process's, which only Linux has: elsewhere an `UnlimitedWarning` says so. See
     `shardlab.card`.
 
+    `topology` places the ranks on nodes and makes the messages between them as slow as its links: every collective is
+    then made of messages, as in `with comm.use(topology=…):`, which does the same for a part of fn.
+
     Raises ValueError or TypeError before anything starts (arguments, an fn that can't be sent); RankError when a rank
     raises, RankExited when one ends, RankTimeout at the time limit. Under torchrun, what fn raises.
     """
-    with Ranks(ranks, backend, timeout, threads, card) as pool:
+    with Ranks(ranks, backend, timeout, threads, card, topology) as pool:
         return pool.run(fn, *args, **kwargs)
 
 
-def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None) -> Ranks:
+def ranks(ranks: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None,
+          topology: Topology | None = None) -> Ranks:
     """Ranks that stay alive between calls: `with ranks(4) as r: r.run(fn, …)`; the arguments are those of `launch`.
 
     The tensors that a call leaves behind stay on the rank's `card`, as they would on a real one.
     """
-    return Ranks(ranks, backend, timeout, threads, card)
+    return Ranks(ranks, backend, timeout, threads, card, topology)
 
 
 class Ranks:
@@ -61,14 +67,17 @@ class Ranks:
     After a failure the next run starts fresh ones.
     """
 
-    def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None):
+    def __init__(self, size: int, backend: str = "auto", timeout: float = 60, threads: int = 1, card: object = None,
+                 topology: Topology | None = None):
         _check(size, backend, timeout, threads)
+        _check_topology(size, topology)
         self.card = cards.budget(card)
         if not dist.is_torchelastic_launched():
             _check_host(size, backend)
         if self.card is not None and not _on_gpus(backend, size):
             cards.check_machine(self.card)
         self.size, self.backend, self.timeout, self.threads = size, backend, timeout, threads
+        self.topology = topology
         self._crew: Crew | None = None
         self._closed = False
         self._one_at_a_time = threading.Lock()
@@ -99,7 +108,7 @@ class Ranks:
         try:
             if self._crew is None:
                 self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads,
-                                  self.card)
+                                  self.card, self.topology)
                 self._warn(self._crew.no_card)
             return self._crew.run(payload, self.timeout)
         except BaseException:  # Ctrl-C included
@@ -129,7 +138,7 @@ class Ranks:
             limit.prepare()
             self._warn(limit.missing)
         results = [None] * world
-        with limit or nullcontext():
+        with limit or nullcontext(), use(topology=self.topology):
             result = fn(dist.group.WORLD, *args, **kwargs)
         dist.all_gather_object(results, result)
         return results
@@ -155,6 +164,24 @@ def _join_torchrun(backend: str, timeout: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(dist.destroy_process_group)
+    _share_memory(timeout)
+
+
+def _share_memory(timeout: float) -> None:
+    """Have torchrun's processes share memory, if they are all on this host: the first makes it and says where it is."""
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    why_not = shm.missing(world)
+    if local < world:
+        why_not = f"torchrun runs {local} of {world} ranks on this host, and the others elsewhere"
+    if why_not:
+        shm.join(None, rank, timeout, why_not)
+        return
+    segment, path = shm.Segment.passed_on(world) if rank == 0 else (None, "")
+    paths = [path] * world
+    dist.all_gather_object(paths, path)
+    if segment is None:
+        segment = shm.Segment.open(paths[0], world)
+    shm.join(segment, rank, timeout)
 
 
 def _check(size: int, backend: str, timeout: float, threads: int) -> None:
@@ -167,6 +194,16 @@ def _check(size: int, backend: str, timeout: float, threads: int) -> None:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, not {backend!r}")
+
+
+def _check_topology(size: int, topology: Topology | None) -> None:
+    if topology is None:
+        return
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a specs.Topology, not {topology!r}")
+    if topology.ranks != size:
+        raise ValueError(f"a topology of {topology.nodes} × {topology.per_node} = {topology.ranks} ranks for {size}: "
+                         "make them equal")
 
 
 def _check_host(size: int, backend: str) -> None:

@@ -1,0 +1,44 @@
+"""How long a message takes here: the samples that α and β are fitted to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from .ops import barrier, broadcast
+from .p2p import recv, send
+from .way import group_of
+
+
+def half_round_trips(group, sizes: Sequence[int], repeats: int = 5) -> list[tuple[int, float]]:
+    """[(bytes, seconds)] for each of `sizes`: half the time of a message from rank 0 of the group to rank 1 and back.
+
+    The median of `repeats`, after one that is not counted. All ranks must call it, and all get the same. Raises
+    ValueError on a group of one rank, and on sizes below 1 byte.
+    """
+    group = group_of(group)
+    if group.size() < 2 or min(sizes, default=1) < 1:
+        raise ValueError(f"messages of {list(sizes)} B among {group.size()} ranks: take two and one byte at least")
+    seconds = torch.zeros(len(sizes), dtype=torch.float64)
+    members = torch.distributed.get_process_group_ranks(group)
+    for i, size in enumerate(sizes):
+        x = torch.zeros(size, dtype=torch.uint8)
+        barrier(group)
+        if group.rank() < 2:
+            times = [_there_and_back(x, group, members[1 - group.rank()]) for _ in range(repeats + 1)]
+            seconds[i] = statistics.median(times[1:]) / 2
+    return list(zip(sizes, broadcast(seconds, members[0], group).tolist(), strict=True))
+
+
+def _there_and_back(x: torch.Tensor, group, other: int) -> float:
+    start = time.perf_counter()
+    if group.rank() == 0:
+        send(x, other, group)
+        recv(x, other, group)
+    else:
+        recv(x, other, group)
+        send(x, other, group)
+    return time.perf_counter() - start

@@ -1,0 +1,132 @@
+"""One message from rank to rank: by the backend or through shared memory, at the speed of its link.
+
+A message is framed where the receiver has to know more than its bytes: in debug mode what the sender says it is, on an
+emulated link when it is due. The frame goes before the bytes, is not counted, and costs a copy on both sides.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import links, shm
+
+if TYPE_CHECKING:
+    from .ledger import Mark
+    from .settings import Settings
+
+FRAME = 512  # bytes
+HEAD = struct.Struct("<dqH")  # due, in seconds of the host's monotonic clock; bytes of the message; length of the text
+
+
+class Part(NamedTuple):
+    """One end of a message. `kind` is "isend" or "irecv", `x` flat and contiguous, `peer` a global rank; `text` says
+    what is meant, alike on both ends; `offset` is where the bytes stand in the collective's tensor, −1 if nowhere."""
+
+    kind: str
+    x: torch.Tensor
+    peer: int
+    text: str
+    offset: int = -1
+
+
+class Pending(Protocol):
+    """A message under way: `wait` returns when it has been taken, or has come; its tensor is left alone until then."""
+
+    def wait(self) -> object: ...
+
+
+class _Then:
+    """Pending works, and what is to be done when they are over."""
+
+    def __init__(self, works: list, then: Callable[[], None]):
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._then()
+
+
+def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks: list[Mark]) -> list[Pending]:
+    """Start all the parts, which may depend on one another; a pending message for each, entered under its mark."""
+    started: list[Pending] = []
+    by_backend: list[tuple[dist.P2POp, list]] = []
+    for part, mark in zip(parts, marks, strict=True):
+        sends, here = part.kind == "isend", dist.get_rank()
+        src, dst = (here, part.peer) if sends else (part.peer, here)
+        link = settings.topology.link(src, dst) if settings.topology else None
+        x = part.x.view(torch.uint8)  # every dtype travels as bytes
+        then = mark.sends(dst, x.nbytes, part.offset, link.name if link else "") if sends else _nothing
+        works: list = []
+        if in_memory(src, dst, settings):
+            works.append((shm.here().isend if sends else shm.here().irecv)(x, part.peer, part.text))
+        else:
+            if settings.debug or link:
+                frame = _framed if sends else _unframed
+                x, then = frame(part, x, src, dst, settings, then)
+            by_backend.append((dist.P2POp(getattr(dist, part.kind), x, part.peer, group), works))
+        started.append(_Then(works, then))
+    if any(op.tensor.is_cuda for op, _ in by_backend):  # NCCL would do them one after the other
+        all_works = dist.batch_isend_irecv([op for op, _ in by_backend])
+        for _, works in by_backend:
+            works.extend(all_works)
+    else:
+        for op, works in by_backend:
+            works.append(op.op(op.tensor, op.peer, op.group))
+    return started
+
+
+def in_memory(a: int, b: int, settings: Settings) -> bool:
+    """Whether messages between global ranks `a` and `b` go through shared memory: on one node, where asked for."""
+    return settings.transport == "shm" and (settings.topology is None or
+                                            settings.topology.node(a) == settings.topology.node(b))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _framed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings, then: Callable[[], None]):
+    """The bytes behind a frame; when sent, wait until the emulated link would have taken them."""
+    left, due = links.book(settings.topology, src, dst, x.nbytes)
+    text = part.text.encode()[: FRAME - HEAD.size]
+    framed = torch.empty(FRAME + len(x), dtype=torch.uint8)
+    framed[: HEAD.size + len(text)] = torch.frombuffer(bytearray(HEAD.pack(due, len(x), len(text)) + text),
+                                                       dtype=torch.uint8)
+    framed[FRAME:] = x
+
+    def finish() -> None:
+        if settings.debug and not torch.equal(framed[FRAME:], x):
+            raise ValueError(f"what rank {src} sends to rank {dst}, {part.text}, was changed before its wait(): "
+                             "without debug mode the changed values may arrive")
+        links.sleep_until(left)
+        then()
+
+    return framed, finish
+
+
+def _unframed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings, then: Callable[[], None]):
+    """Room for a framed message; when it has come, check it, wait until it is due, and fill `x`."""
+    framed = torch.empty(FRAME + len(x), dtype=torch.uint8)
+
+    def finish() -> None:
+        frame = framed[:FRAME].numpy().tobytes()
+        due, nbytes, length = HEAD.unpack_from(frame)
+        check(part.text, len(x), frame[HEAD.size : HEAD.size + length].decode(errors="replace"), nbytes, src, dst)
+        links.sleep_until(due)
+        x.copy_(framed[FRAME:])
+        then()
+
+    return framed, finish
+
+
+def check(expected: str, room: int, text: str, nbytes: int, src: int, dst: int) -> None:
+    """Raise ValueError where what rank `dst` expects, in `room` bytes, is not what rank `src` has sent."""
+    if (expected, room) != (text, nbytes):
+        raise ValueError(f"rank {dst} waits for {expected} ({room:,} B) from rank {src}, which has sent "
+                         f"{text} ({nbytes:,} B): both must send and receive in the same order")

@@ -1,0 +1,196 @@
+"""One collective from the call to its result: checked, entered in the ledger, and sent the way that `use` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import backend, made, shared
+from .algorithms import pick
+from .ledger import Mark, members
+from .peers import Peers
+from .settings import BACKEND, Settings, now
+
+
+class Handle:
+    """A collective under way. Keep neither reading nor writing its tensors until `wait()` has returned the result.
+
+    What is made of messages, or goes through shared memory, is over when the verb returns, and `wait()` only gives the
+    result; single messages are under way there too.
+    """
+
+    def __init__(self, work: Any, mark: Mark, result: Callable[[], Any]):
+        self._work, self._mark = work, mark
+        self._result: Callable[[], Any] | None = result
+
+    def wait(self) -> Any:
+        """Block until the collective is done; the result tensor. Further calls return it again."""
+        if self._work is not None:
+            self._mark.enter()
+            try:
+                self._work.wait()
+            except Exception:
+                self._mark.drop()
+                raise
+            self._mark.leave()
+            self._work = None
+        if self._result is not None:
+            self._value, self._result = self._result(), None
+        return self._value
+
+
+def collective(verb: str, tensor: torch.Tensor | None, group, async_op: bool, *, combines: bool = False,
+               shape: tuple[int, ...] | None = None, back: torch.Tensor | None = None,
+               gives: torch.Tensor | None = None, handed: torch.Tensor | None = None, detail: str = "",
+               alike: bool = True, **how) -> Any:
+    """Start the `verb` on `tensor`, and wait unless `async_op`; returns the result, or a Handle, whose wait() does.
+
+    `combines`: the verb does arithmetic, else it moves bytes. `shape`: the result's; the tensor's own where left out.
+    `back`: the tensor that the result is written to, for a verb in place; `gives`: what is returned instead of it.
+    `handed`: what the ledger counts, if not `tensor`. `how`: what the verb's functions in backend, made and shared take
+    besides.
+    """
+    refuse_tracked(verb, tensor)
+    group, settings = group_of(group), now()
+    mark = Mark(verb, handed if handed is not None else tensor, group, detail, alike)
+    mark.enter()
+    try:
+        algorithm, transport, staged = _way(verb, tensor, group, settings)
+        mark.goes(algorithm, transport, staged)
+        if algorithm != "shared":
+            _agree(mark.agreed, group, settings)
+        with torch.no_grad():
+            how = {name: _flat(value, combines, staged) if torch.is_tensor(value) else value
+                   for name, value in how.items()}
+            flat = _flat(tensor, combines, staged)
+            work, result = _start(verb, flat, group, settings, mark, algorithm, transport, how)
+    except Exception:
+        mark.drop()
+        raise
+
+    def finish() -> Any:
+        return gives if tensor is None or gives is not None else _shaped(result, tensor, shape, back)
+
+    if work is None:
+        mark.leave()
+    handle = Handle(work, mark, finish)
+    if not async_op:
+        return handle.wait()
+    if work is not None:
+        mark.leave()
+    return handle
+
+
+def _start(verb, flat, group, settings, mark, algorithm, transport, how):
+    """(work under way or None, result) by the backend's own, through shared memory, or by messages."""
+    if not algorithm:
+        if "op" in how:
+            backend.refuse(verb, flat.dtype, transport)
+        return getattr(backend, verb)(flat, group, **how)
+    if algorithm == "shared":
+        result, written = getattr(shared, verb)(flat, mark.ranks, mark.agreed, **how)
+        mark.writes(written)
+        return None, result
+    return None, getattr(made, verb)(flat, Peers(group, settings, mark, flat), algorithm, **how)
+
+
+def _way(verb: str, tensor: torch.Tensor | None, group: dist.ProcessGroup, settings: Settings) -> tuple[str, str, bool]:
+    """(algorithm, transport, whether staged through host memory): "" is the backend's own, "shared" shared memory's."""
+    ranks, _, backends = members(group)
+    own = backends.get(tensor.device.type if tensor is not None else "cpu") or next(iter(backends.values()))
+    place = check_topology(settings)
+    nodes = {place(rank) for rank in ranks}
+    algorithm, transport = "", own
+    if settings.transport == "shm":
+        transport = "shm" if len(nodes) == 1 else "gloo+shm" if len(nodes) < len(ranks) else own
+    if settings.algorithm != BACKEND or settings.topology or settings.transport == "shm":
+        whole = settings.algorithm == BACKEND and transport == "shm" and hasattr(shared, verb)
+        algorithm = "shared" if whole else pick(verb, settings.algorithm)
+    return algorithm, transport, stages(tensor, own, settings, by_messages=bool(algorithm))
+
+
+def stages(tensor: torch.Tensor | None, own: str, settings: Settings, by_messages: bool) -> bool:
+    """Whether a device's tensor has to go through host memory: to all but NCCL, and to get a frame."""
+    if tensor is None or tensor.device.type == "cpu":
+        return False
+    frames = settings.topology is not None or (settings.debug and by_messages)
+    return own == "gloo" or settings.transport == "shm" or frames
+
+
+def check_topology(settings: Settings) -> Callable[[int], int]:
+    """The node of each global rank. Raises ValueError where the topology is of another number of ranks."""
+    if settings.topology is None:
+        return lambda rank: 0
+    if settings.topology.ranks != dist.get_world_size():
+        t = settings.topology
+        raise ValueError(f"a topology of {t.nodes} × {t.per_node} = {t.ranks} ranks for {dist.get_world_size()} ranks")
+    return settings.topology.node
+
+
+def _flat(tensor: torch.Tensor | None, combines: bool, staged: bool) -> torch.Tensor | None:
+    """The tensor contiguous and flat, in host memory if `staged`: as bytes if they only move, as numbers otherwise."""
+    if tensor is None or not combines or tensor.dtype == torch.bool:
+        return None if tensor is None else flat_bytes(tensor, staged)
+    return (tensor.detach().cpu() if staged else tensor.detach()).contiguous().view(-1)
+
+
+def flat_bytes(tensor: torch.Tensor, staged: bool) -> torch.Tensor:
+    """The tensor's bytes, flat and contiguous, in host memory if `staged`; the tensor's own memory where it can be."""
+    return (tensor.detach().cpu() if staged else tensor.detach()).contiguous().view(-1).view(torch.uint8)
+
+
+def _shaped(result: torch.Tensor, tensor: torch.Tensor, shape, back: torch.Tensor | None) -> torch.Tensor:
+    """The flat result as the verb gives it, or written into `back`."""
+    values = result.view(tensor.dtype)
+    values = values.view(tensor.shape if shape is None else shape)
+    return values.to(tensor.device) if back is None else written(values, back)
+
+
+def written(values: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """`back`, with `values` in it: they stand there already unless `back` is strided or staged and a copy took part."""
+    if values.data_ptr() != back.data_ptr() or back.device != values.device:
+        with torch.no_grad():
+            back.copy_(values)
+    torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
+    return back
+
+
+def _agree(text: str, group: dist.ProcessGroup, settings: Settings) -> None:
+    """In debug mode, raise on every rank alike where the ranks of the group are not about to do the same thing."""
+    if not settings.debug:
+        return
+    said: list = [None] * group.size()
+    dist.all_gather_object(said, text, group)
+    disagree(dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+
+
+def disagree(said: dict[int, str]) -> None:
+    """Raise ValueError where the ranks do not all say the same."""
+    if len(set(said.values())) > 1:
+        lines = [f"  rank {rank}: {text}" for rank, text in said.items()]
+        raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+
+
+def refuse_tracked(verb: str, tensor: torch.Tensor | None) -> None:
+    """Raise ValueError where the verb would cut a tensor out of autograd's graph without a word."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{verb} on a tensor that autograd tracks would drop its gradient: "
+                         "use comm.regions, or detach() it first")
+
+
+def group_of(group) -> dist.ProcessGroup:
+    """`group`, or the group of all ranks for None. Raises ValueError outside of ranks."""
+    if group is None and not dist.is_initialized():
+        raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
+    return group or dist.distributed_c10d._get_default_group()
+
+
+def number_of(rank: int, group, what: str) -> int:
+    """The number in the group of global rank `rank`. Raises ValueError if it is no member."""
+    ranks, _, _ = members(group_of(group))
+    if rank not in ranks:
+        raise ValueError(f"cannot {what} rank {rank}: the group has ranks {list(ranks)}")
+    return ranks.index(rank)
