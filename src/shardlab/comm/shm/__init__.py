@@ -1,0 +1,34 @@
+"""The fast link inside a host: the memory that its ranks share, as the verbs use it under `transport="shm"`.
+
+The memory is mapped before the ranks are forked, so it has no name and nothing of it is left when they end. Each rank
+finds its end by `here()`; one a process, since a rank is a process. Semantics are those of gloo, with three additions:
+
+* who receives another tag, dtype or shape than was sent is told so, and so are ranks that enter different collectives;
+* the work of a collective is done in the call, `async_op=True` or not: there is no thread to do it elsewhere;
+* a send or a receive under way moves on whenever its rank waits in `comm` for anything.
+
+One thread of a rank at a time.
+"""
+
+from .segment import MOST, Segment, missing
+from .shared import Shared
+
+__all__ = ["MOST", "Segment", "Shared", "here", "join", "missing"]
+
+_shared: Shared | None = None
+_missing = "this process is no rank that launch has started"
+
+
+def join(segment: Segment | None, rank: int, timeout: float, why_not: str = "") -> None:
+    """Make `segment` this process's own, as `rank`; or note why there is none. Called by the launcher, once a rank."""
+    global _shared, _missing
+    _shared = None if segment is None else Shared(segment, rank, timeout)
+    _missing = why_not
+
+
+def here() -> Shared:
+    """This rank's end of the memory that it shares with the others. ValueError where there is none, saying why."""
+    if _shared is None:
+        raise ValueError(f"no shared memory between the ranks here: {_missing}. Use the backend: "
+                         "comm.use(transport='backend')")
+    return _shared

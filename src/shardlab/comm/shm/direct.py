@@ -1,0 +1,142 @@
+"""Collectives that read and write the ranks' desks directly, without messages.
+
+Tensors that several ranks combine are combined in the order of the ranks, each element by one rank, or by all in the
+same way: every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .channels import copy
+from .desks import Desks
+
+SMALL = 2**14  # bytes up to which each rank combines everything itself, which saves a barrier
+LINE = 64  # elements: a multiple of it begins at a cache line, whatever the dtype
+
+Combine = Callable[[torch.Tensor, torch.Tensor], object]  # combine(into, other)
+Ranks = tuple[int, ...]
+
+
+class Direct:
+    """The collectives of one rank; `view(address, count, dtype)` is a tensor in shared memory. See `Shared`."""
+
+    def __init__(self, desks: Desks, view: Callable[[int, int, torch.dtype], torch.Tensor]):
+        self._desks, self._rank, self._view = desks, desks.rank, view
+
+    def all_reduce(self, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
+        x = x.view(-1)
+        n, item, here, place = len(x), x.element_size(), x.data_ptr(), ranks.index(self._rank)
+        if n * item <= SMALL:
+            return self._all_reduce_small(x, combine, ranks, text)
+        most = self._desks.size // item // LINE * LINE  # elements of a chunk
+        share = -(-most // len(ranks) // LINE) * LINE  # and of the part of it that one rank combines
+
+        def part(chunk: int, place: int) -> tuple[int, int, int]:
+            """Where the chunk begins in x, where the share of the rank at `place` begins in the chunk, and ends."""
+            size = min(most, n - chunk * most)
+            return chunk * most, min(size, place * share), min(size, (place + 1) * share)
+
+        def put(chunk: int, slot: int) -> None:  # all but the own share, which nobody else reads
+            start, first, last = part(chunk, place)
+            desk, source, size = self._desks.at(self._rank, slot), here + start * item, min(most, n - start)
+            copy(desk, source, first * item)
+            copy(desk + last * item, source + last * item, (size - last) * item)
+
+        def reduce(chunk: int, slot: int) -> None:
+            start, first, last = part(chunk, place)
+            if first < last:
+                total = self._view(self._desks.at(self._rank, slot) + first * item, last - first, x.dtype)
+                self._combine(total, x[start + first : start + last], combine, ranks, slot, first * item)
+
+        def take(chunk: int, slot: int) -> None:
+            for i, rank in enumerate(ranks):
+                start, first, last = part(chunk, i)
+                copy(here + (start + first) * item, self._desks.at(rank, slot) + first * item, (last - first) * item)
+
+        self._desks.run(ranks, text, -(-n // most), put, reduce, take)
+        return n * item
+
+    def _all_reduce_small(self, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
+        nbytes = x.numel() * x.element_size()
+
+        def put(chunk: int, slot: int) -> None:
+            copy(self._desks.at(self._rank, slot), x.data_ptr(), nbytes)
+
+        def reduce(chunk: int, slot: int) -> None:
+            if nbytes:
+                own = self._view(self._desks.at(self._rank, slot), len(x), x.dtype)
+                self._combine(x, own, combine, ranks, slot, 0)
+
+        self._desks.run(ranks, text, 1, put, reduce)
+        return nbytes
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
+        x, out = x.view(-1), out.view(-1)
+        p, n, item, place = len(ranks), len(out), x.element_size(), ranks.index(self._rank)
+        most = self._desks.size // p // item // LINE * LINE  # elements of a chunk for one rank
+
+        def put(chunk: int, slot: int) -> None:
+            start = chunk * most
+            for i in range(p):
+                if i != place:
+                    copy(self._desks.at(self._rank, slot) + i * most * item, x.data_ptr() + (i * n + start) * item,
+                         min(most, n - start) * item)
+
+        def reduce(chunk: int, slot: int) -> None:
+            start, end = chunk * most, min(n, (chunk + 1) * most)
+            if start < end:
+                own = x[place * n + start : place * n + end]
+                self._combine(out[start:end], own, combine, ranks, slot, place * most * item)
+
+        self._desks.run(ranks, text, max(1, -(-n // most)), put, reduce)
+        return (p - 1) * n * item
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, ranks: Ranks, text: str) -> int:
+        nbytes, size = x.numel() * x.element_size(), self._desks.size
+
+        def put(chunk: int, slot: int) -> None:
+            copy(self._desks.at(self._rank, slot), x.data_ptr() + chunk * size, min(size, nbytes - chunk * size))
+
+        def take(chunk: int, slot: int) -> None:
+            for i, rank in enumerate(ranks):
+                source = x.data_ptr() + chunk * size if rank == self._rank else self._desks.at(rank, slot)
+                copy(out.data_ptr() + i * nbytes + chunk * size, source, min(size, nbytes - chunk * size))
+
+        self._desks.run(ranks, text, max(1, -(-nbytes // size)), put, take)
+        return nbytes
+
+    def broadcast(self, x: torch.Tensor, src: int, ranks: Ranks, text: str) -> int:
+        nbytes, size, root = x.numel() * x.element_size(), self._desks.size, self._rank == src
+
+        def put(chunk: int, slot: int) -> None:
+            if root:
+                copy(self._desks.at(src, slot), x.data_ptr() + chunk * size, min(size, nbytes - chunk * size))
+
+        def take(chunk: int, slot: int) -> None:
+            if not root:
+                copy(x.data_ptr() + chunk * size, self._desks.at(src, slot), min(size, nbytes - chunk * size))
+
+        self._desks.run(ranks, text, max(1, -(-nbytes // size)), put, take)
+        return nbytes if root else 0
+
+    def barrier(self, ranks: Ranks, text: str) -> int:
+        def nothing(chunk: int, slot: int) -> None:
+            pass
+
+        self._desks.run(ranks, text, 1, nothing, nothing)
+        return 0
+
+    def _combine(self, total: torch.Tensor, own: torch.Tensor, combine: Combine, ranks: Ranks, slot: int,
+                 offset: int) -> None:
+        """Combine what lies `offset` bytes into the ranks' slots, and `own` for this rank's, into `total`."""
+        for i, rank in enumerate(ranks):
+            part = own
+            if rank != self._rank:
+                part = self._view(self._desks.at(rank, slot) + offset, len(total), total.dtype)
+            if i:
+                combine(total, part)
+            else:
+                copy(total.data_ptr(), part.data_ptr(), len(total) * total.element_size())
