@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from .ledger import name_of
+
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
           "product": dist.ReduceOp.PRODUCT}
 GLOO_ADDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
@@ -19,7 +21,7 @@ Started = tuple[dist.Work, torch.Tensor]
 def refuse(verb: str, dtype: torch.dtype, transport: str) -> None:
     """Raise ValueError where the backend can't combine that dtype."""
     if transport == "gloo" and dtype not in GLOO_ADDS:
-        raise ValueError(f"gloo has no {verb} of {str(dtype).removeprefix('torch.')}: convert the tensor, "
+        raise ValueError(f"gloo has no {verb} of {name_of(dtype)}: convert the tensor, "
                          "or take an algorithm that adds in torch, with comm.use('ring')")
 
 

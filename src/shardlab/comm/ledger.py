@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -199,18 +201,17 @@ class Mark:
 
     def __init__(self, op: str, handed: torch.Tensor | None, group: dist.ProcessGroup, detail: str = "",
                  alike: bool = True):
-        self.ranks, self.axis, _ = members(group)
+        self.ranks, self.axis, rank, _, where = members(group)
         shape = tuple(handed.shape) if handed is not None else ()
-        dtype = str(handed.dtype).removeprefix("torch.") if handed is not None else ""
-        where = f"on axis {self.axis}, ranks {list(self.ranks)}"
+        dtype = name_of(handed.dtype) if handed is not None else ""
         self.text = f"{op}{detail} {dtype} {shape} {where}" if dtype else f"{op}{detail} {where}"
         self.agreed = self.text if alike else f"{op}{detail} {where}"
         self.entry = None
         if _open:
-            payload = handed.numel() * handed.element_size() if handed is not None else 0
+            payload = handed.nbytes if handed is not None else 0
             told = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             self.entry = Entry(
-                op=op, axis=self.axis, ranks=self.ranks, rank=dist.get_rank(), shape=shape, dtype=dtype,
+                op=op, axis=self.axis, ranks=self.ranks, rank=rank, shape=shape, dtype=dtype,
                 payload=payload, wire=0, derived=False, phase=_phases[-1] if _phases else told, site=_site(),
                 start=time.monotonic())
             for ledger in _open:
@@ -261,15 +262,35 @@ def _nothing() -> None:
     pass
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], str, dict[str, str]]] = WeakKeyDictionary()
+class Members(NamedTuple):
+    """What is asked of a group at every call: its global ranks, its axis, this process's own global rank, and the
+    backend for each type of device."""
+
+    ranks: tuple[int, ...]
+    axis: str
+    rank: int
+    backends: dict[str, str]
+    where: str  # "on axis tp, ranks [0, 1]"
 
 
-def members(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str, dict[str, str]]:
-    """(global ranks, axis, {device type: backend}) of a group, looked up once: torch takes microseconds for each."""
-    if group not in _known:
+_known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+
+
+def members(group: dist.ProcessGroup) -> Members:
+    """Who is in the group, looked up once: torch takes several microseconds."""
+    try:
+        return _known[group]
+    except KeyError:
+        ranks, axis = dist.get_process_group_ranks(group), axis_of(group)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        _known[group] = tuple(dist.get_process_group_ranks(group)), axis_of(group), backends
-    return _known[group]
+        _known[group] = Members(tuple(ranks), axis, dist.get_rank(), backends, f"on axis {axis}, ranks {ranks}")
+        return _known[group]
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 _HERE, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
@@ -280,4 +301,4 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import message
-from .ledger import Mark, members
+from .ledger import Mark, members, name_of
 from .settings import now
 from .way import Handle, check_topology, flat_bytes, group_of, number_of, refuse_tracked, stages, written
 
@@ -74,10 +74,10 @@ def batch_isend_irecv(ops: Sequence[P2POp]) -> list[Handle]:
         refuse_tracked(verb, op.tensor)
         mark = Mark(verb, op.tensor, group, f" {word} rank {op.peer}{f', tag {op.tag}' if op.tag else ''}")
         src, dst = (dist.get_rank(), op.peer) if verb == "send" else (op.peer, dist.get_rank())
-        own = members(group)[2].get(op.tensor.device.type, "gloo")
+        own = members(group).backends.get(op.tensor.device.type, "gloo")
         staged = stages(op.tensor, own, settings, by_messages=True)
         mark.goes("", "shm" if message.in_memory(src, dst, settings) else own, staged)
-        what = f"{str(op.tensor.dtype).removeprefix('torch.')} {tuple(op.tensor.shape)}, tag {op.tag}"
+        what = f"{name_of(op.tensor.dtype)} {tuple(op.tensor.shape)}, tag {op.tag}"
         marks.append(mark)
         parts.append(message.Part(op.op, flat_bytes(op.tensor, staged), op.peer, what, 0))
     marks[0].enter()
@@ -96,7 +96,7 @@ def _result(op: P2POp, part: message.Part):
     """What the handle's wait gives: the tensor, filled where it was received."""
     if op.op == "isend":
         return lambda: op.tensor
-    return lambda: written(part.x.view(op.tensor.dtype).view(op.tensor.shape), op.tensor)
+    return lambda: written(part.x, op.tensor)
 
 
 def _other(rank: int, group: dist.ProcessGroup, verb: str, word: str) -> None:

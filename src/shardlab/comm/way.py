@@ -99,12 +99,12 @@ def _start(verb, flat, group, settings, mark, algorithm, transport, how):
 
 def _way(verb: str, tensor: torch.Tensor | None, group: dist.ProcessGroup, settings: Settings) -> tuple[str, str, bool]:
     """(algorithm, transport, whether staged through host memory): "" is the backend's own, "shared" shared memory's."""
-    ranks, _, backends = members(group)
+    ranks, _, _, backends, _ = members(group)
     own = backends.get(tensor.device.type if tensor is not None else "cpu") or next(iter(backends.values()))
-    place = check_topology(settings)
-    nodes = {place(rank) for rank in ranks}
     algorithm, transport = "", own
+    place = check_topology(settings)
     if settings.transport == "shm":
+        nodes = {place(rank) for rank in ranks}
         transport = "shm" if len(nodes) == 1 else "gloo+shm" if len(nodes) < len(ranks) else own
     if settings.algorithm != BACKEND or settings.topology or settings.transport == "shm":
         whole = settings.algorithm == BACKEND and transport == "shm" and hasattr(shared, verb)
@@ -144,16 +144,16 @@ def flat_bytes(tensor: torch.Tensor, staged: bool) -> torch.Tensor:
 
 def _shaped(result: torch.Tensor, tensor: torch.Tensor, shape, back: torch.Tensor | None) -> torch.Tensor:
     """The flat result as the verb gives it, or written into `back`."""
-    values = result.view(tensor.dtype)
-    values = values.view(tensor.shape if shape is None else shape)
-    return values.to(tensor.device) if back is None else written(values, back)
+    if back is not None:
+        return written(result, back)
+    return result.view(tensor.dtype).view(tensor.shape if shape is None else shape).to(tensor.device)
 
 
-def written(values: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """`back`, with `values` in it: they stand there already unless `back` is strided or staged and a copy took part."""
-    if values.data_ptr() != back.data_ptr() or back.device != values.device:
+def written(flat: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """`back`, with the flat result in it, where it stands already unless `back` is strided or staged."""
+    if flat.data_ptr() != back.data_ptr() or back.device != flat.device:
         with torch.no_grad():
-            back.copy_(values)
+            back.copy_(flat.view(back.dtype).view(back.shape))
     torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
     return back
 
@@ -190,7 +190,7 @@ def group_of(group) -> dist.ProcessGroup:
 
 def number_of(rank: int, group, what: str) -> int:
     """The number in the group of global rank `rank`. Raises ValueError if it is no member."""
-    ranks, _, _ = members(group_of(group))
+    ranks = members(group_of(group)).ranks
     if rank not in ranks:
         raise ValueError(f"cannot {what} rank {rank}: the group has ranks {list(ranks)}")
     return ranks.index(rank)
