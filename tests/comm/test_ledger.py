@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardlab import comm
-from shardlab.comm.ledger import Entry, Ledger, ring_wire
+from shardlab.comm.ledger import Entry, Ledger
+from shardlab.comm.mark import ring_wire
 from shardlab.comm.regions import copy_to, reduce_from
 
 

@@ -1,7 +1,9 @@
 """Moving tensors between ranks: the verbs, their differentiable regions, and the ledger that counts them."""
 
 from . import flight, regions
-from .ledger import Entry, Ledger, Message, axis_of, phase, record
+from .groups import axis_of
+from .ledger import Entry, Ledger, Message
+from .mark import phase, record
 from .measure import half_round_trips
 from .ops import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, reduce, reduce_scatter, scatter
 from .p2p import P2POp, batch_isend_irecv, recv, send

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .groups import group_of, members
 from .ops import barrier, broadcast
 from .p2p import recv, send
-from .way import group_of
 
 
 def half_round_trips(group, sizes: Sequence[int], repeats: int = 5) -> list[tuple[int, float]]:
@@ -23,14 +23,14 @@ def half_round_trips(group, sizes: Sequence[int], repeats: int = 5) -> list[tupl
     if group.size() < 2 or min(sizes, default=1) < 1:
         raise ValueError(f"messages of {list(sizes)} B among {group.size()} ranks: take two and one byte at least")
     seconds = torch.zeros(len(sizes), dtype=torch.float64)
-    members = torch.distributed.get_process_group_ranks(group)
+    first, second, *_ = members(group).ranks
     for i, size in enumerate(sizes):
         x = torch.zeros(size, dtype=torch.uint8)
         barrier(group)
         if group.rank() < 2:
-            times = [_there_and_back(x, group, members[1 - group.rank()]) for _ in range(repeats + 1)]
+            times = [_there_and_back(x, group, (second, first)[group.rank()]) for _ in range(repeats + 1)]
             seconds[i] = statistics.median(times[1:]) / 2
-    return list(zip(sizes, broadcast(seconds, members[0], group).tolist(), strict=True))
+    return list(zip(sizes, broadcast(seconds, first, group).tolist(), strict=True))
 
 
 def _there_and_back(x: torch.Tensor, group, other: int) -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import links, shm
 
 if TYPE_CHECKING:
-    from .ledger import Mark
+    from .mark import Mark
     from .settings import Settings
 
 FRAME = 512  # bytes

@@ -13,8 +13,9 @@ import math
 
 import torch
 
+from .groups import group_of, number_of
 from .made import COMBINE
-from .way import collective, group_of, number_of
+from .way import collective
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from . import message
-from .ledger import Mark, members, name_of
+from .groups import group_of, members, name_of, number_of
+from .mark import Mark
 from .settings import now
-from .way import Handle, check_topology, flat_bytes, group_of, number_of, refuse_tracked, stages, written
+from .way import Handle, check_topology, flat_bytes, refuse_tracked, stages, written
 
 VERBS = {"isend": ("send", "to"), "irecv": ("recv", "from")}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import flight, message
 
 if TYPE_CHECKING:
-    from .ledger import Mark
+    from .mark import Mark
     from .settings import Settings
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from . import backend, made, shared
 from .algorithms import pick
-from .ledger import Mark, members
+from .groups import group_of, members
+from .mark import Mark
 from .peers import Peers
 from .settings import BACKEND, Settings, now
 
@@ -179,18 +180,3 @@ def refuse_tracked(verb: str, tensor: torch.Tensor | None) -> None:
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{verb} on a tensor that autograd tracks would drop its gradient: "
                          "use comm.regions, or detach() it first")
-
-
-def group_of(group) -> dist.ProcessGroup:
-    """`group`, or the group of all ranks for None. Raises ValueError outside of ranks."""
-    if group is None and not dist.is_initialized():
-        raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
-    return group or dist.distributed_c10d._get_default_group()
-
-
-def number_of(rank: int, group, what: str) -> int:
-    """The number in the group of global rank `rank`. Raises ValueError if it is no member."""
-    ranks = members(group_of(group)).ranks
-    if rank not in ranks:
-        raise ValueError(f"cannot {what} rank {rank}: the group has ranks {list(ranks)}")
-    return ranks.index(rank)

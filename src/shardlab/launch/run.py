@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -165,6 +166,8 @@ def _join_torchrun(backend: str, timeout: float) -> None:
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(dist.destroy_process_group)
     _share_memory(timeout)
+    if local == int(os.environ["WORLD_SIZE"]):
+        _share_nics(int(os.environ["RANK"]), local)
 
 
 def _share_memory(timeout: float) -> None:
@@ -182,6 +185,20 @@ def _share_memory(timeout: float) -> None:
     if segment is None:
         segment = shm.Segment.open(paths[0], world)
     shm.join(segment, rank, timeout)
+
+
+def _share_nics(rank: int, world: int) -> None:
+    """Have torchrun's processes, all on this host, share the clocks of emulated links: a file that is gone at once."""
+    path = ""
+    if rank == 0:
+        file, path = tempfile.mkstemp(prefix="shardlab-")
+        os.close(file)
+    paths = [path] * world
+    dist.all_gather_object(paths, path)
+    links.open(paths[0])
+    dist.all_gather_object(paths, path)  # all have it open
+    if path:
+        os.unlink(path)
 
 
 def _check(size: int, backend: str, timeout: float, threads: int) -> None:

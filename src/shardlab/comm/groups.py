@@ -1,0 +1,62 @@
+"""What is asked of a process group: who is in it, along which axis of a mesh it lies, which backends it has."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+
+def axis_of(group: dist.ProcessGroup) -> str:
+    """The mesh axis that `group` lies along ("tp"), or "world" for the group of all ranks."""
+    name = group.group_desc
+    return name.removeprefix("mesh_") if name.startswith("mesh_") else "world" if name == "default_pg" else name
+
+
+class Members(NamedTuple):
+    """What is asked of a group at every call: its global ranks, its axis, this process's own global rank, and the
+    backend for each type of device."""
+
+    ranks: tuple[int, ...]
+    axis: str
+    rank: int
+    backends: dict[str, str]
+    where: str  # "on axis tp, ranks [0, 1]"
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
+
+
+def members(group: dist.ProcessGroup) -> Members:
+    """Who is in the group, looked up once: torch takes several microseconds."""
+    try:
+        return _known[group]
+    except KeyError:
+        ranks, axis = dist.get_process_group_ranks(group), axis_of(group)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        _known[group] = Members(tuple(ranks), axis, dist.get_rank(), backends, f"on axis {axis}, ranks {ranks}")
+        return _known[group]
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def group_of(group) -> dist.ProcessGroup:
+    """`group`, or the group of all ranks for None. Raises ValueError outside of ranks."""
+    if group is None and not dist.is_initialized():
+        raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
+    return group or dist.distributed_c10d._get_default_group()
+
+
+def number_of(rank: int, group, what: str) -> int:
+    """The number in the group of global rank `rank`. Raises ValueError if it is no member."""
+    ranks = members(group_of(group)).ranks
+    if rank not in ranks:
+        raise ValueError(f"cannot {what} rank {rank}: the group has ranks {list(ranks)}")
+    return ranks.index(rank)
