@@ -395,6 +395,24 @@ def test_under_torchrun_the_function_runs_in_its_processes(tmp_path):
     assert "Warning" not in done.stderr.replace("OMP_NUM_THREADS", "")
 
 
+def test_under_torchrun_links_are_slowed_too(tmp_path):
+    path = script(tmp_path, """
+        import time, torch
+        from shardlab import comm
+        from shardlab.launch import launch
+        from shardlab.specs import LinkSpec, Topology
+        def total(group):
+            start = time.monotonic()
+            x = comm.all_reduce(torch.ones(1) + group.rank(), group=group)
+            return x.item(), time.monotonic() - start
+        slow = Topology(nodes=2, per_node=1, between=LinkSpec(name="slow", per_direction=1e6, alpha=0.2))
+        results = launch(total, 2, topology=slow)
+        assert [x for x, _ in results] == [3.0, 3.0] and min(seconds for _, seconds in results) > 0.2
+    """)
+    done = execute(*TORCHRUN, path)
+    assert done.returncode == 0, done.stderr
+
+
 # many of them, and what they leave
 
 
