@@ -153,3 +153,22 @@ def test_it_starts_without_torch():
 def test_installing_makes_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"shardlab": "shardlab.cli:main"}
+
+
+def test_bench_links_fits_alpha_and_beta_and_says_how_well():
+    shown = run("bench", "links", "--repeats", 1)
+    assert shown.exit_code == 0, shown.stderr
+    assert "α = " in shown.stdout and "GB/s in one direction" in shown.stdout and "not fitted to" in shown.stdout
+    assert shown.stdout.count("check") == 5 and shown.stdout.count("fitted to") >= 6
+    data = json.loads(run("bench", "links", "--repeats", 1, "--json").stdout)
+    assert [nbytes for nbytes, _ in data["samples"]] == [64 * 4**k for k in range(11)]
+    errors = sorted(abs((data["alpha"] + nbytes / data["beta"]) / seconds - 1)
+                    for nbytes, seconds in data["samples"][1::2])
+    assert data["median_error"] == pytest.approx(errors[2])
+
+
+@pytest.mark.parametrize(("wrong", "words"), [(("--repeats", 0), "--repeats must be 1 or more, not 0"),
+                                              (("--transport", "tcp"), "--transport must be backend or shm, not tcp")])
+def test_bench_links_refuses_in_one_line(wrong, words):
+    done = run("bench", "links", *wrong)
+    assert done.exit_code == 2 and done.stderr.strip() == f"shardlab: {words}"

@@ -1,36 +1,27 @@
-"""The command line: `shardlab plan MODEL --card h100 --cards 8`."""
+"""`shardlab plan MODEL --card h100 --cards 8`: whether a model fits, and what to try in which order if it does not."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cost import Bill, Plan, Serve, Train, ladder
-from .specs import ModelSpec, bundled_models, find_card, find_model, format_of
-from .specs.units import count
+from ..cost import Bill, Plan, Serve, Train, ladder
+from ..specs import ModelSpec, bundled_models, find_card, find_model, format_of
+from ..specs.units import count
+from .terminal import plain_table, refuse
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
 COLOURS = {"yes": "bold green", "would": "yellow", "no": "red"}
-BYTES = ("a card holds", "GB", "GiB")
 NARROW = 80  # columns of a terminal below which a bill leaves its derivations out
 
 
-@app.callback()
-def shardlab() -> None:
-    """What a model needs, on which cards, before any of them is started."""
-
-
-@app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A bundled name (llama-3.1-70b), a config.json or a folder with one.")],
     card: Annotated[str, typer.Option(help="A bundled name (h100), or your own card's .toml or .json.")] = "h100",
@@ -104,13 +95,6 @@ def given(options: dict[str, Any], foreign: dict[str, Any], other: str) -> dict[
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse(error: Exception) -> NoReturn:
-    """One line on stderr that says what to change, and exit code 2."""
-    text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
-    print("shardlab:", " ".join(text.split()), file=sys.stderr)
-    raise typer.Exit(2)
-
-
 def show(made: Plan) -> None:
     """The plan in a terminal: the steps, the answer, and the bill of what each card then holds."""
     console = Console(highlight=False)
@@ -144,30 +128,3 @@ def bill_table(bill: Bill, narrow: bool) -> Table:
         label, derivation, decimal, binary, note = map(Text, row.cells())
         table.add_row(*((label, decimal, binary) if narrow else (label, derivation, decimal, binary, note)))
     return table
-
-
-def plain_table(*headings: str) -> Table:
-    """A table without lines; bytes are to the right and never broken."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in headings:
-        nbytes = heading in BYTES
-        table.add_column(heading, justify="right" if nbytes else "left", no_wrap=nbytes, header_style="dim")
-    return table
-
-
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line. Wrong usage too is one line on stderr, and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no × shows a ?, instead of failing
-    try:
-        sys.exit(app(arguments, standalone_mode=False))
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # click's, which typer keeps in a place of its own
-            raise
-        print("shardlab:", error.format_message(), "(see --help)", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

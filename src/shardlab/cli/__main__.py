@@ -1,0 +1,5 @@
+"""`python -m shardlab.cli`."""
+
+from . import main
+
+main()
