@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.cost import traffic
-from shardlab.cost.comm import ring_hops, ring_wire
 from shardlab.specs import Layout, ModelSpec, padded
 
 SIZES = dict(hidden=32, layers=3, heads=4, kv_heads=4, head_dim=8, ffn=90, vocab=101)
@@ -82,13 +81,10 @@ def test_two_all_reduces_a_layer_forward_and_two_backward(layers, batch, seq, tp
     assert bill.wire("all_reduce") == pytest.approx(2 * (tp - 1) / tp * bill.total("all_reduce"))
 
 
-def test_rings():
-    assert (ring_wire("all_reduce", 1024, 4), ring_hops("all_reduce", 4)) == (1536, 6)
-    assert (ring_wire("all_gather", 1024, 4), ring_hops("all_gather", 4)) == (3072, 3)
-    assert ring_wire("all_reduce", 1024, 1) == ring_hops("all_gather", 1) == 0
-    for ring in (lambda: ring_wire("shuffle", 1, 2), lambda: ring_hops("shuffle", 2)):
-        with pytest.raises(ValueError, match="no ring known for 'shuffle': use one of all_reduce, all_gather"):
-            ring()
+def test_each_call_is_sent_round_a_ring():
+    bill = traffic(SPEC, Layout(4), batch=1, seq=1, dtype="bf16", backward=False, head="logits")
+    assert {(c.op, c.payload, c.wire, c.hops) for c in bill.collectives} == {
+        ("all_reduce", 64, 96, 6), ("all_gather", 52, 156, 3)}
 
 
 @pytest.mark.parametrize(("keys", "message"), [

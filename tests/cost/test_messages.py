@@ -222,7 +222,7 @@ def test_one_rank_sends_nothing_and_neither_does_nothing():
 
 
 @pytest.mark.parametrize(("args", "keys", "message"), [
-    (("shuffle", "ring", 1, 1, 2), {}, "no messages are known for 'shuffle': use one of all_reduce, all_gather"),
+    (("shuffle", "ring", 1, 1, 2), {}, "no collective is known as 'shuffle': use one of all_reduce, all_gather"),
     (("all_gather", "tree", 1, 1, 2), {}, "all_gather has no algorithm 'tree': use ring or shared"),
     (("gather", "shared", 1, 1, 2), {}, "gather has no algorithm 'shared': use naive$"),
     (("all_reduce", "ring", -1, 1, 2), {}, "numel must be a whole number of at least 0, not -1"),

@@ -8,6 +8,7 @@ from shardlab.cost.time import (
     bytes_read,
     decode_floor,
     forward_flops,
+    matmul,
     prefill_floor,
     training_flops,
     utilisation,
@@ -89,3 +90,38 @@ def test_what_binds_is_the_longer_of_the_two():
 def test_sizes_that_cannot_be_are_refused(call):
     with pytest.raises(ValueError, match="must be a"):
         call()
+
+
+def test_a_matrix_product_is_two_flop_a_pair_and_three_matrices():
+    """Square of 4096 in bf16: 2 · 4096³ FLOP on 3 · 4096² · 2 B, 4096/3 FLOP a byte."""
+    h100 = find_card("h100")
+    square = matmul(4096, 4096, 4096, h100)
+    assert (square.flop, square.nbytes) == (2 * 4096**3, 3 * 4096**2 * 2)
+    assert square.intensity == pytest.approx(4096 / 3)
+    assert (square.bound, square.seconds) == ("compute", 2 * 4096**3 / 989e12)
+    one = matmul(1, 4096, 14336, h100)
+    assert (one.flop, one.nbytes) == (2 * 4096 * 14336, 2 * (4096 + 4096 * 14336 + 14336))
+    assert (one.bound, one.seconds) == ("memory", one.nbytes / h100.hbm)
+    assert matmul(64, 64, 64, h100, "fp32").nbytes == 3 * 64**2 * 4
+
+
+def test_a_product_binds_where_its_intensity_meets_the_ridge():
+    """Of three equal sides n, intensity is n/3: H100's ridge of 295.2 is met at 886."""
+    h100 = find_card("h100")
+    assert [matmul(n, n, n, h100).bound for n in (885, 886)] == ["memory", "compute"]
+    for m in (1, 100, 295, 400, 5000):
+        product = matmul(m, 8192, 8192, h100)
+        assert (product.bound == "compute") == (product.intensity >= h100.ridge("bf16"))
+        assert product.seconds >= max(product.flop / 989e12, product.nbytes / h100.hbm)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda card: matmul(0, 8, 8, card), "m must be a whole number of at least 1, not 0"),
+    (lambda card: matmul(8, 8.5, 8, card), "k must be a whole number of at least 1, not 8.5"),
+    (lambda card: matmul(8, 8, True, card), "n must be a whole number of at least 1, not True"),
+    (lambda card: matmul(8, 8, 8, card, "int4"), "unknown dtype 'int4'"),
+    (lambda card: matmul(8, 8, 8, card, "fp64"), "h100 has no arithmetic in 'fp64'"),
+])
+def test_what_is_no_product_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(find_card("h100"))

@@ -2,19 +2,37 @@
 
 from .activations import Activations, activations, forward_peak
 from .bill import Bill, Row
+from .comm import algbw, busbw, crossover, fastest, hops, message_count, serial_bytes, wire
+from .comm import seconds as collective_seconds
+from .fit import Fit, fit
 from .korthikanti import korthikanti, selective_flops
 from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
 from .memory import MemoryBill, Part, checkpoint, memory
+from .messages import ALGORITHMS, Message, messages
 from .serve_way import Serve
 from .serving import serving
 from .step import Step
-from .time import bound, bytes_read, decode_floor, forward_flops, prefill_floor, training_flops, utilisation
+from .time import (
+    Roofline,
+    bound,
+    bytes_read,
+    decode_floor,
+    forward_flops,
+    matmul,
+    prefill_floor,
+    training_flops,
+    utilisation,
+)
 from .traffic import Collective, TrafficBill, traffic
 from .train_rungs import Train
 from .training import training
+from .transfers import seconds as transfer_seconds
 
-__all__ = ["Activations", "Bill", "Collective", "MemoryBill", "Part", "Plan", "Row", "Serve", "Step", "TrafficBill",
-           "Train", "activations", "bound", "bytes_read", "checkpoint", "decode_floor", "forward_flops",
-           "forward_peak", "korthikanti", "kv_cache", "kv_per_token", "ladder", "memory", "prefill_floor",
-           "requests_that_fit", "selective_flops", "serving", "traffic", "training", "training_flops", "utilisation"]
+__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Fit", "MemoryBill", "Message", "Part", "Plan",
+           "Roofline", "Row", "Serve", "Step", "TrafficBill", "Train", "activations", "algbw", "bound", "busbw",
+           "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "fastest", "fit",
+           "forward_flops", "forward_peak", "hops", "korthikanti", "kv_cache", "kv_per_token", "ladder", "matmul",
+           "memory", "message_count", "messages", "prefill_floor", "requests_that_fit", "selective_flops",
+           "serial_bytes", "serving", "traffic", "training", "training_flops", "transfer_seconds", "utilisation",
+           "wire"]

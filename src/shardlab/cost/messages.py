@@ -88,12 +88,12 @@ def _rounds(op: str, algorithm: str, x: range, p: int, per_node: int, root: int,
             return rounds.from_one(rounds.split(x, p), root)
 
 
-def known(op: str, algorithm: str) -> None:
-    """ValueError unless the verb has that algorithm."""
+def known(op: str, algorithm: str | None = None) -> None:
+    """ValueError unless there is such a verb, and it has that algorithm."""
     if op not in ALGORITHMS:
-        raise ValueError(f"no messages are known for {op!r}: use one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"no collective is known as {op!r}: use one of {', '.join(ALGORITHMS)}")
     of_verb = [*ALGORITHMS[op], *(["shared"] if op in SHARED else [])]
-    if algorithm not in of_verb:
+    if algorithm not in (None, *of_verb):
         raise ValueError(f"{op} has no algorithm {algorithm!r}: use {' or '.join(of_verb)}")
 
 

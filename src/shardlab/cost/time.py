@@ -6,9 +6,9 @@ real software takes longer. `share` is the part of the peak that it reaches.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ..specs import CardSpec, Layout, ModelSpec
+from ..specs import CardSpec, Layout, ModelSpec, dtype_of
 from ..specs.check import number, whole
 from ..specs.layout import layout_of
 from .kv import kv_cache
@@ -46,6 +46,28 @@ def bound(flop: float, nbytes: float, card: CardSpec, dtype: str = "bf16") -> Li
     """What work of `flop` on `nbytes` read from the card's memory waits for: the longer of the two."""
     compute, memory = number("flop", flop) / card.flop_rate(dtype), number("nbytes", nbytes) / card.hbm
     return "compute" if compute >= memory else "memory"
+
+
+class Roofline(NamedTuple):
+    """Work of `flop` on `nbytes` of memory: FLOP for each of those bytes; the seconds that it takes at least, and what
+    it waits for."""
+
+    flop: int
+    nbytes: int
+    intensity: float
+    seconds: float
+    bound: Literal["compute", "memory"]
+
+
+def matmul(m: int, k: int, n: int, card: CardSpec, dtype: str = "bf16") -> Roofline:
+    """The product of (m, k) and (k, n) on a card: 2 m k n FLOP, and each of the three matrices, all in `dtype`, read or
+    written once (Williams, Waterman & Patterson, CACM 52(4), 2009). Compute binds where the intensity is `card.ridge`
+    or more. Raises ValueError on sizes below 1, and on a dtype that is no plain one or none of the card's."""
+    for side, length in (("m", m), ("k", k), ("n", n)):
+        whole(side, length)
+    flop, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * dtype_of(dtype).bytes
+    seconds = max(flop / card.flop_rate(dtype), nbytes / card.hbm)
+    return Roofline(flop, nbytes, flop / nbytes, seconds, bound(flop, nbytes, card, dtype))
 
 
 def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1, context: int = 1, dtype: str = "bf16",

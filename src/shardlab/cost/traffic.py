@@ -18,7 +18,7 @@ from ..specs.check import recompute_mode, whole
 from ..specs.layout import layout_of
 from ..specs.units import binary
 from .bill import Bill, Row
-from .comm import ring_hops, ring_wire
+from .comm import hops, serial_bytes
 
 Phase = Literal["forward", "backward", "finish"]
 
@@ -42,12 +42,12 @@ class Collective:
     @property
     def wire(self) -> float:
         """Bytes that a rank sends for one call if a ring does it: derived, not counted."""
-        return ring_wire(self.op, self.payload, self.ranks)
+        return serial_bytes(self.op, "ring", self.payload, self.ranks)
 
     @property
     def hops(self) -> int:
         """Messages that follow one another in one call, in a ring."""
-        return ring_hops(self.op, self.ranks)
+        return hops(self.op, "ring", self.ranks)
 
 
 @dataclass(frozen=True, repr=False)
