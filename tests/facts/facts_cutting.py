@@ -3,7 +3,6 @@
 from facts import EIGHT, GIB, KIB, MIB, MS, SEVENTY, SMALL, US
 
 from shardlab.cost import decode_floor, prefill_floor, traffic
-from shardlab.cost.comm import ring_wire
 from shardlab.specs import find_card, find_link
 
 A100, H100 = find_card("a100"), find_card("h100")
@@ -42,6 +41,5 @@ COMPUTED = {
     "A002-prefill-peak": lambda: prefill(H100, 1.0),
     "A002-prefill-8b": lambda: prefill(H100, 0.5, None, SMALL),
     "A002-latency-tp": lambda: decode_floor(SEVENTY, A100) / (decode_floor(SEVENTY, A100, EIGHT) + 2 * MS),
-    "B7-busbw-allreduce": lambda: ring_wire("all_reduce", 1, 8),
     "B7-tp-train": lambda: sum(c.count for c in STEP.collectives if c.count == SEVENTY.layers) / SEVENTY.layers,
 }

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import facts_caches
+import facts_collectives
 import facts_cutting
 import facts_hardware
 import facts_sizes
@@ -10,7 +11,7 @@ import facts_training
 import pytest
 from facts import ROWS
 
-PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting)
+PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 

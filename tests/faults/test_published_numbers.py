@@ -11,13 +11,25 @@ import pytest
 import torch
 from formats import SCALES, write
 
-from shardlab.cost import bound, bytes_read, forward_flops, kv_cache, memory, training_flops, utilisation
+from shardlab.cost import (
+    bound,
+    bytes_read,
+    collective_seconds,
+    forward_flops,
+    kv_cache,
+    memory,
+    messages,
+    training_flops,
+    transfer_seconds,
+    utilisation,
+)
 from shardlab.cost.train_rungs import _states
 from shardlab.model.mlp import MLP
 from shardlab.specs import (
     ClusterSpec,
     Layout,
     ModelSpec,
+    Topology,
     bundled_cards,
     bundled_links,
     bundled_models,
@@ -67,6 +79,20 @@ def test_3_zero_shares_out_the_optimizer_first_and_the_weights_last(stage, whole
     kinds = {"weights": bill.weights, "gradients": bill.gradients, "states": bill.states}
     held = sum(nbytes if kind in whole else math.ceil(nbytes / 8) for kind, nbytes in kinds.items())
     assert _states(bill, stage, 8) == held
+
+
+def test_6_an_all_gather_of_everything_takes_what_everything_takes():
+    """scaling-book#128: (N − 1) B / (N W) is nearly B/W for many ranks, not B/(N W). B is the whole, W the rate."""
+    link, whole = bundled_links()["ethernet-25"], 2**30
+    at_once = whole / link.per_direction
+    for ranks in (2, 8, 1024, 2**20):
+        took = collective_seconds("all_gather", "ring", whole / ranks, ranks, link)
+        assert took == pytest.approx((ranks - 1) / ranks * at_once)
+        assert took == pytest.approx((ranks - 1) * (at_once / ranks))  # N − 1 times the wrong one
+    assert took == pytest.approx(at_once, rel=1e-6)
+    topology = Topology(nodes=64, per_node=1, between=link)
+    played = transfer_seconds(messages("all_gather", "ring", whole // 64, 1, 64), topology)
+    assert played == pytest.approx(63 / 64 * at_once)
 
 
 def test_11_chinchillas_optimum_is_91_billion():
