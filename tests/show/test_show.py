@@ -6,7 +6,7 @@ import pytest
 
 from shardlab import show
 from shardlab.cost import traffic
-from shardlab.show.palette import AXES, WORK, ladder
+from shardlab.show.palette import AXES, INK, LINES, WORK, ladder, on
 from shardlab.specs import Layout, find_model
 
 LLAMA = find_model("llama-3.1-70b")
@@ -73,10 +73,15 @@ def test_heads_are_those_of_the_spec_and_copies_are_hatched():
 
 
 def test_colours_are_distinct_and_ladders_go_from_dark_to_pale():
-    colours = [axis.colour for axis in AXES.values()] + list(WORK.values())
+    colours = [axis.colour for axis in AXES.values()] + list(WORK.values()) + list(LINES)
     assert len(set(colours)) == len(colours) and len({axis.letter for axis in AXES.values()}) == len(AXES)
     steps = ladder(AXES["tp"].colour, 4)
     assert steps[0] == AXES["tp"].colour and sorted(steps, key=lambda c: int(c[3:5], 16)) == steps
+
+
+def test_text_on_a_colour_has_contrast():
+    dark, pale = ("#000000", "#FF0000", "#0000FF", AXES["dp"].colour), ("#FFFFFF", "#00FF00", WORK["forward"])
+    assert {on(colour) for colour in dark} == {"white"} and {on(colour) for colour in pale} == {INK}
 
 
 def test_measured_figures_carry_hardware_and_versions():

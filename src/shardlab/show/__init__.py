@@ -1,13 +1,15 @@
 """Pictures and tables over specs, costs and recorded data. Nothing here runs a model."""
 
 from .calculator import calculator
-from .compare import Comparison, compare
+from .compare import Comparison, compare, wire
 from .cuts import column_then_row, heads
 from .held import over_cards, stacked
+from .latency import latency
 from .measured import measured
 from .palette import AXES, WORK
+from .steps import steps
 from .timeline import timeline
 from .verdict import verdict
 
-__all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "measured", "over_cards",
-           "stacked", "timeline", "verdict"]
+__all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "latency", "measured",
+           "over_cards", "stacked", "steps", "timeline", "verdict", "wire"]

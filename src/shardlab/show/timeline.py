@@ -9,28 +9,37 @@ from matplotlib.patches import Patch
 from .palette import AXES, INK, PALE
 from .picture import Picture
 
+SECOND = "#BBBBBB"  # every other message
+
 
 def timeline(entries: Sequence[dict], title: str = "") -> Picture:
     """A row for each rank, a bar for each collective from the call to its end, in its axis's colour.
 
-    `entries` are the dictionaries of `Ledger.to_dicts()`, of any number of ranks. Bars of backward are hatched. Time is
-    in milliseconds from the first start. Raises ValueError on an empty ledger.
+    `entries` are the dictionaries of `Ledger.to_dicts()`, of any number of ranks. Bars of backward are hatched. Where
+    messages are known, thin bars below are those that the rank has sent, dark and pale by turns, each until it was
+    gone. Time is in milliseconds from the first start. Raises ValueError on an empty ledger.
     """
     if not entries:
         raise ValueError("an empty ledger has no timeline: record some collectives first")
     ranks = sorted({e["rank"] for e in entries})
     zero = min(e["start"] for e in entries)
-    figure = Picture(figsize=(6.4, 1.2 + 0.42 * len(ranks)), layout="constrained")
+    thin = 0.18 if any(e.get("messages") for e in entries) else 0.0
+    figure = Picture(figsize=(6.4, 1.2 + (0.6 if thin else 0.42) * len(ranks)), layout="constrained")
     axes = figure.subplots()
     for e in entries:
         back = e["phase"] == "backward"
-        axes.barh(ranks.index(e["rank"]), 1e3 * (e["end"] - e["start"]), left=1e3 * (e["start"] - zero), height=0.7,
+        row = ranks.index(e["rank"])
+        axes.barh(row - thin / 2, 1e3 * (e["end"] - e["start"]), left=1e3 * (e["start"] - zero), height=0.7 - thin,
                   color=AXES.get(e["axis"], AXES["world"]).colour, hatch="////" if back else None,
                   edgecolor="white" if back else "none", linewidth=0)
+        for i, m in enumerate(e.get("messages", ())):
+            axes.barh(row + 0.35 - thin / 2, 1e3 * (m["end"] - m["start"]), left=1e3 * (m["start"] - zero),
+                      height=thin, color=(INK, SECOND)[i % 2], linewidth=0)
     axes.set_yticks(range(len(ranks)), [f"rank {r}" for r in ranks])
     axes.invert_yaxis()
     axes.set_facecolor(PALE)
-    axes.set_xlabel("ms", color=INK)
+    axes.set_xlabel("ms", color=INK, fontsize=14)
+    axes.tick_params(labelsize=14, labelcolor=INK, length=0)
     axes.set_title(title, loc="left", color=INK, fontsize=13)
     axes.spines[:].set_visible(False)
     used = sorted({(e["axis"], e["phase"]) for e in entries}, key=lambda pair: (pair[0], pair[1] != "forward"))
