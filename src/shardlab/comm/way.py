@@ -135,12 +135,19 @@ def _flat(tensor: torch.Tensor | None, combines: bool, staged: bool) -> torch.Te
     """The tensor contiguous and flat, in host memory if `staged`: as bytes if they only move, as numbers otherwise."""
     if tensor is None or not combines or tensor.dtype == torch.bool:
         return None if tensor is None else flat_bytes(tensor, staged)
-    return (tensor.detach().cpu() if staged else tensor.detach()).contiguous().view(-1)
+    return _row(tensor, staged)
 
 
 def flat_bytes(tensor: torch.Tensor, staged: bool) -> torch.Tensor:
     """The tensor's bytes, flat and contiguous, in host memory if `staged`; the tensor's own memory where it can be."""
-    return (tensor.detach().cpu() if staged else tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    return _row(tensor, staged).view(torch.uint8)
+
+
+def _row(tensor: torch.Tensor, staged: bool) -> torch.Tensor:
+    """The elements, one behind the other in memory: also of a lazily conjugated or negated tensor, whose memory has
+    other values, and of a tensor of one element, which calls itself contiguous with a stride that is not 1."""
+    x = tensor.detach().resolve_conj().resolve_neg()
+    return (x.cpu() if staged else x).contiguous().as_strided((x.numel(),), (1,))
 
 
 def _shaped(result: torch.Tensor, tensor: torch.Tensor, shape, back: torch.Tensor | None) -> torch.Tensor:
