@@ -118,12 +118,12 @@ def _warden(requests: socket.socket, ends: list[Connection]) -> None:
     setup = control.recv()
     if not isinstance(setup, Setup):  # told to end before there was anything to start
         return
-    segment = shm.Segment.anonymous(setup.size)
+    memory = shm.attempt(shm.Segment.anonymous, setup.size)
     alive: dict[int, int] = {}
     told = threading.Thread(target=_end_when_told, args=(control, alive))
     try:
         for rank, pipe in enumerate(pipes):
-            pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup, segment)
+            pid = _fork(_rank, rank, pipe, [end for end in ends if end is not pipe], setup, memory)
             with suppress(OSError):
                 os.setpgid(pid, pid)  # the rank does the same; who comes first does not matter
             alive[pid] = rank
@@ -157,13 +157,13 @@ def kill(rank: int) -> None:
 
 
 def _rank(rank: int, pipe: Connection, others: list[Connection], setup: Setup,
-          segment: shm.Segment | None) -> None:
+          memory: tuple[shm.Segment | None, str]) -> None:
     os.setpgid(0, 0)
     for end in others:
         end.close()
     _settle(rank, setup)
     links.open(setup.nics)
-    shm.join(segment, rank, setup.timeout, shm.missing(setup.size))
+    shm.join(rank, setup.timeout, *memory)
     limit = None if setup.card is None else Limit(setup.card, gpu="nccl" in setup.backend)
     _report(rank, pipe, partial(_join, rank, setup, limit))
     while True:

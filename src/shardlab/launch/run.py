@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -171,20 +172,18 @@ def _join_torchrun(backend: str, timeout: float) -> None:
 
 
 def _share_memory(timeout: float) -> None:
-    """Have torchrun's processes share memory, if they are all on this host: the first makes it and says where it is."""
+    """Have torchrun's processes share memory, if all are on this host: the first makes it and says where it is."""
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    why_not = shm.missing(world)
-    if local < world:
-        why_not = f"torchrun runs {local} of {world} ranks on this host, and the others elsewhere"
-    if why_not:
-        shm.join(None, rank, timeout, why_not)
-        return
-    segment, path = shm.Segment.passed_on(world) if rank == 0 else (None, "")
-    paths = [path] * world
-    dist.all_gather_object(paths, path)
-    if segment is None:
-        segment = shm.Segment.open(paths[0], world)
-    shm.join(segment, rank, timeout)
+    segment, why_not = None, f"torchrun has {local} of the {world} ranks on this host"
+    if local == world:
+        if rank == 0:
+            segment, why_not = shm.attempt(shm.Segment.passed_on, world)
+        said: list = [None] * world
+        dist.all_gather_object(said, (segment.path if segment else "", why_not))
+        path, why_not = said[0]
+        if rank and path:
+            segment, why_not = shm.attempt(partial(shm.Segment.open, path), world)
+    shm.join(rank, timeout, segment, why_not)
 
 
 def _share_nics(rank: int, world: int) -> None:

@@ -10,16 +10,31 @@ finds its end by `here()`; one a process, since a rank is a process. Semantics a
 One thread of a rank at a time.
 """
 
-from .segment import MOST, Segment, missing
+from collections.abc import Callable
+
+from . import semaphore
+from .segment import Segment
 from .shared import Shared
 
-__all__ = ["MOST", "Segment", "Shared", "here", "join", "missing"]
+MOST = 32  # ranks
+__all__ = ["MOST", "Segment", "Shared", "attempt", "here", "join"]
+
+
+def attempt(make: Callable[[int], Segment], ranks: int) -> tuple[Segment | None, str]:
+    """make(ranks), the memory of that many ranks, and ""; or None, and why they can't have any."""
+    if semaphore.MISSING or ranks > MOST:
+        return None, semaphore.MISSING or f"it is for up to {MOST} ranks of a host, not for {ranks}"
+    try:
+        return make(ranks), ""
+    except OSError as error:
+        return None, f"the system refuses it: {error}"
+
 
 _shared: Shared | None = None
 _missing = "this process is no rank that launch has started"
 
 
-def join(segment: Segment | None, rank: int, timeout: float, why_not: str = "") -> None:
+def join(rank: int, timeout: float, segment: Segment | None, why_not: str) -> None:
     """Make `segment` this process's own, as `rank`; or note why there is none. Called by the launcher, once a rank."""
     global _shared, _missing
     _shared = None if segment is None else Shared(segment, rank, timeout)
@@ -29,6 +44,6 @@ def join(segment: Segment | None, rank: int, timeout: float, why_not: str = "") 
 def here() -> Shared:
     """This rank's end of the memory that it shares with the others. ValueError where there is none, saying why."""
     if _shared is None:
-        raise ValueError(f"no shared memory between the ranks here: {_missing}. Use the backend: "
+        raise ValueError(f"no shared memory between ranks here: {_missing}. Use the backend: "
                          "comm.use(transport='backend')")
     return _shared

@@ -19,8 +19,9 @@ import torch
 from .semaphore import Semaphore
 from .waiting import Waiting
 
-HEADER = struct.Struct("<QH246s")  # bytes of the message, bytes of its text, text
+HEADER = struct.Struct("<QH502s")  # bytes of the message, bytes of its text, text
 NOTE = HEADER.size
+ROOM = 502  # bytes of it for the text, which is cut if it is longer
 
 
 def copy(into: int, out_of: int, nbytes: int) -> None:
@@ -59,9 +60,12 @@ class Pending:
         self.done = False
 
     def wait(self) -> None:
-        """Block until the message has been taken. Raises ValueError where sender and receiver differ on what it is."""
+        """Block until the message has been taken, moving all others meanwhile.
+
+        Raises ValueError where it is another message that has come, and RuntimeError at the limit of a wait.
+        """
         if not self.done:
-            self._end.waiting.until(lambda: self.done, f"{self._end}: {self.text}")
+            self._end.waiting.until(lambda: self.done, f"{self._end} {self.text}")
         if self.error is not None:
             raise self.error
 
@@ -76,7 +80,7 @@ class Outgoing:
         self._filled = self._freed = 0
 
     def __str__(self) -> str:
-        return f"rank {self._channel.dst} to take what is sent to it"
+        return f"rank {self._channel.dst} to take"
 
     def start(self, x: torch.Tensor, text: str) -> Pending:
         message = Pending(self, x, text)
@@ -103,7 +107,7 @@ class Outgoing:
         channel = self._channel
         slot = channel.slots[self._filled % len(channel.slots)]
         if not message.moved:
-            text = message.text.encode()[: NOTE - 10]
+            text = message.text.encode()[: ROOM]
             ctypes.memmove(slot, HEADER.pack(message.nbytes, len(text), text), NOTE)
         size = min(channel.size, message.nbytes - message.moved)
         copy(slot + NOTE, message.at + message.moved, size)
@@ -158,9 +162,9 @@ class Incoming:
             self._expected.popleft().done = True
 
     def _check(self, message: Pending, nbytes: int, text: str) -> None:
-        own = message.text.encode()[: NOTE - 10].decode(errors="replace")
-        if (nbytes, text) != (message.nbytes, own):
+        expected = message.text.encode()[:ROOM].decode(errors="replace")
+        if (nbytes, text) != (message.nbytes, expected):
             src, dst = self._channel.src, self._channel.dst
             message.error = ValueError(
-                f"what rank {src} sends is not what rank {dst} is to receive:\n"
-                f"  rank {src} sends: {text} ({nbytes} B)\n  rank {dst} receives: {own} ({message.nbytes} B)")
+                f"rank {dst} waits for {expected} ({message.nbytes:,} B) from rank {src}, which has sent "
+                f"{text} ({nbytes:,} B): both must send and receive in the same order")

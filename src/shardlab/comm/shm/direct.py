@@ -28,6 +28,8 @@ class Direct:
 
     def all_reduce(self, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
         x = x.view(-1)
+        if len(ranks) == 1:
+            return 0
         n, item, here, place = len(x), x.element_size(), x.data_ptr(), ranks.index(self._rank)
         if n * item <= SMALL:
             return self._all_reduce_small(x, combine, ranks, text)
@@ -96,6 +98,9 @@ class Direct:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, ranks: Ranks, text: str) -> int:
         nbytes, size = x.numel() * x.element_size(), self._desks.size
+        if len(ranks) == 1:
+            copy(out.data_ptr(), x.data_ptr(), nbytes)
+            return 0
 
         def put(chunk: int, slot: int) -> None:
             copy(self._desks.at(self._rank, slot), x.data_ptr() + chunk * size, min(size, nbytes - chunk * size))
@@ -110,6 +115,8 @@ class Direct:
 
     def broadcast(self, x: torch.Tensor, src: int, ranks: Ranks, text: str) -> int:
         nbytes, size, root = x.numel() * x.element_size(), self._desks.size, self._rank == src
+        if len(ranks) == 1:
+            return 0
 
         def put(chunk: int, slot: int) -> None:
             if root:

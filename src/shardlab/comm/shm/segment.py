@@ -18,7 +18,6 @@ from .desks import Desk
 from .semaphore import Semaphore
 
 SIZE = 48 * 2**20  # bytes mapped; only what is written to is ever used
-MOST = 32  # ranks
 DESKS, CHANNELS = 24 * 2**20, 20 * 2**20  # bytes of it for all desks, for all channels
 LARGEST_SLOT, LARGEST_CHUNK = 2**19, 2**18  # bytes of a desk's slot, of a channel's
 CHANNEL_SLOTS = 2
@@ -29,7 +28,7 @@ class Segment:
     """Memory that `ranks` processes share, divided: semaphores, a desk for each rank, a channel for each pair."""
 
     def __init__(self, memory: mmap.mmap, ranks: int):
-        self.memory, self.ranks = memory, ranks
+        self._memory, self.path = memory, ""
         self._base = self._end = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         numbers = range(ranks)
         self.bells = self._semaphores(ranks)
@@ -45,19 +44,18 @@ class Segment:
         assert self._end <= self._base + SIZE
 
     @classmethod
-    def anonymous(cls, ranks: int) -> Segment | None:
-        """Memory for `ranks` processes to be forked from this one: it has no name, and nothing of it outlives them.
-
-        None where ranks can't have any, which `missing` explains.
-        """
-        return None if missing(ranks) else cls(mmap.mmap(-1, SIZE), ranks)._ready()
+    def anonymous(cls, ranks: int) -> Segment:
+        """Memory for `ranks` processes that will be forked from this one."""
+        return cls(mmap.mmap(-1, SIZE), ranks)._ready()
 
     @classmethod
-    def passed_on(cls, ranks: int) -> tuple[Segment, str]:
-        """The same for processes that run already, and where they `open` it: it has no name of its own either."""
-        file = os.memfd_create("shardlab")
+    def passed_on(cls, ranks: int) -> Segment:
+        """Memory for `ranks` processes that run already; they `open` it at its `path`, while this one lives."""
+        file = os.memfd_create("shardlab-shm")
         os.ftruncate(file, SIZE)
-        return cls(mmap.mmap(file, SIZE), ranks)._ready(), f"/proc/{os.getpid()}/fd/{file}"
+        segment = cls(mmap.mmap(file, SIZE), ranks)._ready()
+        segment.path = f"/proc/{os.getpid()}/fd/{file}"
+        return segment
 
     @classmethod
     def open(cls, path: str, ranks: int) -> Segment:
@@ -70,7 +68,7 @@ class Segment:
 
     def view(self, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of `count` elements, 1 or more, that lies at an address of the segment."""
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=address - self._base)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=address - self._base)
 
     def _semaphores(self, count: int) -> list[Semaphore]:
         first, self._end = self._end, self._end + count * semaphore.SIZE
@@ -86,13 +84,6 @@ class Segment:
         for at in range(self._base, self._semaphores_end, semaphore.SIZE):
             Semaphore(at).make()
         return self
-
-
-def missing(ranks: int) -> str:
-    """Why `ranks` processes of this host can't share memory; empty where they can."""
-    if ranks > MOST:
-        return f"it is for up to {MOST} ranks, and there are {ranks}"
-    return semaphore.MISSING
 
 
 def _pages(size: int, most: int) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from .semaphore import Semaphore
 
-LOOKS = 200  # before it sleeps; between two looks the core goes to who else wants it
+LOOKING = 1e-4  # seconds before it sleeps, which costs about that where the core had nothing else to do
 SLICE = 0.25  # seconds asleep before the limit is looked at
 
 
@@ -49,41 +49,42 @@ class Waiting:
     def acquire(self, semaphore: Semaphore, what: str) -> None:
         """Wait until the semaphore is posted. Messages under way are moved meanwhile.
 
-        Raises RuntimeError at the limit, naming `what` it waited for.
+        Raises RuntimeError at the limit, saying `what` it waited for.
         """
+        if self.take(semaphore):
+            return
         if self.moving:
             self.until(lambda: self.take(semaphore), what)
             return
-        for _ in range(LOOKS):
+        start = time.monotonic()
+        while time.monotonic() < start + LOOKING:
+            os.sched_yield()
             if self.take(semaphore):
                 return
-            os.sched_yield()
-        end = time.monotonic() + self._limit
         while not semaphore.take_within(SLICE):
-            self._check(end, what)
+            self._check(start, what)
         self._bell.take()
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`, moving the messages under way, as `acquire` does."""
-        looks, end = 0, time.monotonic() + self._limit
+        start = time.monotonic()
         while True:
-            before = self._taken
+            taken = self._taken
             self.advance()
             if done():
                 return
-            if self._taken > before:
-                continue  # a ring that came during this look may have been taken along: not to sleep before another
-            if looks < LOOKS:
-                looks += 1
+            if self._taken > taken:
+                continue  # perhaps with a ring that came during this look: not to sleep before there was another
+            if time.monotonic() < start + LOOKING:
                 os.sched_yield()
             else:
                 self._bell.take_within(SLICE)
-                self._check(end, what)
+                self._check(start, what)
 
     def advance(self) -> None:
         for end in tuple(self.moving):
             end.advance()
 
-    def _check(self, end: float, what: str) -> None:
-        if time.monotonic() > end:
+    def _check(self, start: float, what: str) -> None:
+        if time.monotonic() > start + self._limit:
             raise RuntimeError(f"waited {self._limit:g} s for {what}")
