@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from ..specs import LinkSpec
 from ..specs.check import number, whole
 from .messages import ALGORITHMS, Message, known, messages
-from .rounds import doubled, power, split
+from .rounds import doubled, power
 
 
 def wire(op: str, algorithm: str, numel: int, itemsize: int, ranks: int, rank: int, *, per_node: int | None = None,
          root: int = 0, splits: Sequence[Sequence[int]] | None = None) -> int:
     """Bytes that `rank` of a group sends in one collective, exactly: those of its `messages`, which takes and raises
-    the same. Of "shared", bytes that it writes into the shared memory: all it hands in, and for an all-reduce its piece
-    of the result besides; for a broadcast, the root alone."""
+    the same. Of "shared", bytes that it writes into the shared memory: all it hands in, but of a reduce-scatter not its
+    own piece, which no other rank reads (of an all-reduce the sum stands there), and of a broadcast the root alone."""
     sent = _sent(op, algorithm, numel, itemsize, ranks, rank, per_node, root, splits)
     if algorithm != "shared":
         return sum(message.nbytes for message in sent)
-    piece = len(split(range(numel), ranks)[rank]) if op == "all_reduce" else 0
-    silent = op == "barrier" or (op == "broadcast" and rank != root)
-    return 0 if silent else (numel + piece) * itemsize
+    silent = ranks == 1 or op == "barrier" or (op == "broadcast" and rank != root)
+    return 0 if silent else (numel - (numel // ranks if op == "reduce_scatter" else 0)) * itemsize
 
 
 def message_count(op: str, algorithm: str, numel: int, itemsize: int, ranks: int, rank: int, *,
