@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 LABS := $(wildcard labs/*.ipynb)
 PYTHON ?=
 
-.PHONY: help book html lab labs weights test bench set-repository requirements clean
+.PHONY: help book html lab labs weights test test-more bench set-repository requirements clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ test: weights ## Check everything: ruff, mypy, all tests, every lab, the book
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest tests $(LABS) --nbval-lax --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 120
+
+test-more: $(READY) ## Run what `make test` leaves out: the same properties on more and larger cases
+	$(RUN) -m pytest tests -m more
 
 bench: $(READY) ## Measure the library beside PyTorch's own
 	@for script in bench/*.py; do echo "$$script"; $(RUN) "$$script" || exit 1; done
