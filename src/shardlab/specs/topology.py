@@ -13,11 +13,11 @@ from .link import LinkSpec
 class Topology:
     """`nodes` nodes of `per_node` ranks each, in order: node i has the ranks i · per_node … (i+1) · per_node − 1.
 
-    `between` is what one network card (NIC) has, in one direction; `inside` what one rank has inside its node, None
-    where nobody says: not slowed when emulated, and needed by a price that uses it. `nic` "node" is one NIC a node,
-    which its ranks share first come first served, each direction on its own; "rank" is one a rank. A link whose
-    `alpha` is None costs no time a message. `Topology(nodes=p, per_node=1, between=link)` is p ranks joined by one kind
-    of link. Raises ValueError on sizes below 1, on what is no link, and on another `nic`.
+    `between` is what one network card (NIC) has, in one direction; `inside` what one rank has inside its node. Where it
+    is None, messages inside a node take no time in a price, and are not slowed when links are emulated. `nic` "node" is
+    one NIC a node, which its ranks share first come first served, each direction on its own; "rank" is one a rank. A
+    link whose `alpha` is None costs no time a message. `Topology(nodes=p, per_node=1, between=link)` is p ranks joined
+    by one kind of link. Raises ValueError on sizes below 1, on what is no link, and on another `nic`.
     """
 
     nodes: int
