@@ -3,7 +3,7 @@
 from facts import GIB, KIB, MS, US, V3
 from facts_cutting import A100, LAYER
 
-from shardlab.cost import algbw, busbw, collective_seconds, crossover, wire
+from shardlab.cost import algbw, busbw, collective_seconds, crossover, serial_bytes, wire
 from shardlab.specs import LinkSpec, find_link
 
 LINK = LinkSpec(name="alpha of 1 µs", per_direction=450e9, alpha=1e-6)  # NVLink 4's rate
@@ -45,6 +45,9 @@ COMPUTED = {
     "B7-1g-rabenseifner": lambda: all_reduce("halving", GIB),
     "B7-1g-tree": lambda: all_reduce("tree", GIB),
     "B7-crossover": lambda: crossover("all_reduce", "ring", "doubling", 8, LINK),
+    "B7-ring-grows": lambda: serial_bytes("all_reduce", "ring", 1, 64) / serial_bytes("all_reduce", "ring", 1, 2),
+    "B7-16k-ring": lambda: all_reduce("ring", 16 * KIB),
+    "B7-allgather-limit": lambda: serial_bytes("all_gather", "ring", GIB / 8, 8) / LINK.per_direction / MS,
     "B7-a2a-v3": lambda: copies(V3.experts.active),
     "B7-a2a-v3-ib": lambda: copies(4),  # to four nodes at most
     "B7-13experts": lambda: 4 * 160e9 / find_link("ib-ndr").per_direction,  # NVLink at the 160 GB/s that they reached
