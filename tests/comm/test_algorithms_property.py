@@ -184,14 +184,15 @@ def ways(transport):
 
 @pytest.mark.parametrize(("p", "transport"), POOLS)
 def test_every_algorithm_at_every_world_size(pool, p, transport):
-    """Lengths around the world size, one of each: what drawn cases need not hit."""
+    """Lengths around the world size, and one of several slots of shared memory: what drawn cases need not hit."""
     cases = []
     for i, (verb, algorithm) in enumerate(ways(transport)):
-        for j, rows in enumerate((0, 1, p - 1, p, 4 * p + 3)):
-            rows = p * j if verb in DIVIDES else rows
-            cases.append(Case(verb, algorithm, tuple(range(p)), rows, DTYPES[(i + j) % len(DTYPES)], root=(i + j) % p,
-                              strided=j % 2 == 0, per_node=max(1, p // 2) if algorithm == "two_level" and not p % 2
-                              else None))
+        per_node = p // 2 if algorithm == "two_level" and p % 2 == 0 else None
+        for j, rows in enumerate((0, 1, p - 1, p, 4 * p + 3, 9_973)):
+            dtype = DTYPES[(i + j) % len(DTYPES)] if rows < 9_973 else "float64"
+            rows = -(-rows // p) * p if verb in DIVIDES else rows
+            cases.append(Case(verb, algorithm, tuple(range(p)), rows, dtype, root=(i + j) % p, strided=j % 2 == 0,
+                              per_node=per_node))
     check(pool(p), p, transport, cases)
 
 
