@@ -22,13 +22,16 @@ from ..peers import Peers
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # combines two tensors in one of them, and returns that
 
 
-def reduce_scatter(pieces: list[torch.Tensor], combine: Combine, peers: Peers) -> torch.Tensor:
-    """Piece r of every rank's `pieces`, combined, for rank r; the other pieces then hold sums of some ranks.
+def reduce_scatter(
+        pieces: list[torch.Tensor], combine: Combine, peers: Peers) -> torch.Tensor:
+    """Piece r of every rank's `pieces`, combined, for rank r.
 
-    `pieces` are p flat tensors, those of the same index equally long on all ranks; some may be empty.
+    `pieces` are p flat tensors, those of the same index equally long on all ranks; some
+    may be empty. Those that are not rank r's then hold sums of some ranks.
     """
     p, r = peers.size, peers.rank
-    free = [torch.empty_like(pieces[0]) for _ in range(min(2, p - 1))]  # the first piece is as long as any
+    # the first piece is as long as any
+    free = [torch.empty_like(pieces[0]) for _ in range(min(2, p - 1))]
     for step in range(p - 1):
         given, mine = (r - 1 - step) % p, (r - 2 - step) % p
         taken = free[step % 2][: len(pieces[mine])]
@@ -38,7 +41,7 @@ def reduce_scatter(pieces: list[torch.Tensor], combine: Combine, peers: Peers) -
 
 
 def all_gather(pieces: list[torch.Tensor], peers: Peers) -> None:
-    """Fill in every rank's `pieces` from the one that each has at its own rank's index."""
+    """Fill in every rank's `pieces` from the one that each has at its own index."""
     p, r = peers.size, peers.rank
     for step in range(p - 1):
         given, taken = (r - step) % p, (r - 1 - step) % p
@@ -46,7 +49,10 @@ def all_gather(pieces: list[torch.Tensor], peers: Peers) -> None:
 
 
 def all_reduce(x: torch.Tensor, combine: Combine, peers: Peers) -> None:
-    """Combine the flat tensor `x` over all ranks, in place: once round to add up, once round to hand out."""
+    """Combine the flat tensor `x` over all ranks, in place.
+
+    Once round to add up, once round to hand out.
+    """
     pieces = list(x.tensor_split(peers.size))
     reduce_scatter(pieces, combine, peers)
     all_gather(pieces, peers)

@@ -25,8 +25,8 @@ def all_reduce(x: torch.Tensor, combine: Combine, peers: Peers) -> None:
     """
     nodes = peers.nodes()
     if len({len(node) for node in nodes}) > 1:
-        raise ValueError(f"two levels need equally many ranks of the group on each node, not {list(map(len, nodes))}: "
-                         "use another algorithm for this group")
+        raise ValueError("two levels need equally many ranks of the group on each node, "
+                         f"not {list(map(len, nodes))}: use another algorithm")
     node = next(node for node in nodes if peers.rank in node)
     place = node.index(peers.rank)
     inside, across = peers.only(node), peers.only([other[place] for other in nodes])
