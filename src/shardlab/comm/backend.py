@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from . import made
 from .groups import name_of
 
 REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
@@ -18,10 +19,11 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Started = tuple[dist.Work, torch.Tensor]
 
 
-def refuse(verb: str, dtype: torch.dtype, transport: str) -> None:
-    """Raise ValueError where the backend can't combine that dtype."""
-    if transport == "gloo" and dtype not in GLOO_ADDS:
-        raise ValueError(f"gloo has no {verb} of {name_of(dtype)}: convert the tensor, "
+def refuse(verb: str, x: torch.Tensor, op: str, transport: str) -> None:
+    """Raise ValueError where the backend can't combine such tensors."""
+    if transport == "gloo" and x.dtype not in GLOO_ADDS:
+        made.refuse(verb, x, op)
+        raise ValueError(f"gloo has no {verb} of {name_of(x.dtype)}: convert the tensor, "
                          "or take an algorithm that adds in torch, with comm.use('ring')")
 
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from .algorithms import TABLE
 from .algorithms.ring import Combine
+from .groups import name_of
 from .peers import Peers
 
 COMBINE: dict[str, Combine] = {"sum": torch.Tensor.add_,
                                "max": lambda x, other: torch.maximum(x, other, out=x),
                                "min": lambda x, other: torch.minimum(x, other, out=x),
                                "product": torch.Tensor.mul_}  # each in place of the first
+
+
+def refuse(verb: str, x: torch.Tensor, op: str) -> None:
+    """Raise ValueError where torch can't combine such tensors; found out halfway, the ranks would be out of step."""
+    if not _combines(op, x.dtype, x.device.type):
+        raise ValueError(f"torch has no {op} of {name_of(x.dtype)}, so no {verb}({op}) of it: "
+                         "convert the tensor")
+
+
+@cache
+def _combines(op: str, dtype: torch.dtype, device: str) -> bool:
+    try:
+        COMBINE[op](*torch.zeros(2, 1, dtype=dtype, device=device))
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 def all_reduce(x: torch.Tensor, peers: Peers, name: str, op: str) -> torch.Tensor:

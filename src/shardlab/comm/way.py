@@ -89,8 +89,10 @@ def _start(verb, flat, group, settings, mark, algorithm, transport, how):
     """(work under way or None, result) by the backend's own, through shared memory, or by messages."""
     if not algorithm:
         if "op" in how:
-            backend.refuse(verb, flat.dtype, transport)
+            backend.refuse(verb, flat, how["op"], transport)
         return getattr(backend, verb)(flat, group, **how)
+    if "op" in how:
+        made.refuse(verb, flat, how["op"])
     if algorithm == "shared":
         result, written = getattr(shared, verb)(flat, mark.ranks, mark.agreed, **how)
         mark.writes(written)
