@@ -18,7 +18,7 @@ from . import message
 from .groups import group_of, members, name_of, number_of
 from .mark import Mark
 from .settings import now
-from .way import Handle, check_topology, flat_bytes, refuse_tracked, stages, written
+from .way import Handle, check_topology, flat_bytes, refuse_expanded, refuse_tracked, stages, written
 
 VERBS = {"isend": ("send", "to"), "irecv": ("recv", "from")}
 
@@ -68,11 +68,11 @@ def batch_isend_irecv(ops: Sequence[P2POp]) -> list[Handle]:
                          f"{len({id(op.group) for op in ops})}")
     group, settings = group_of(ops[0].group), now()
     check_topology(settings)
+    for op in ops:
+        _check(op, group)
     marks, parts = [], []
     for op in ops:
         verb, word = VERBS[op.op]
-        _other(op.peer, group, verb, word)
-        refuse_tracked(verb, op.tensor)
         mark = Mark(verb, op.tensor, group, f" {word} rank {op.peer}{f', tag {op.tag}' if op.tag else ''}")
         src, dst = (dist.get_rank(), op.peer) if verb == "send" else (op.peer, dist.get_rank())
         own = members(group).backends.get(op.tensor.device.type, "gloo")
@@ -100,7 +100,10 @@ def _result(op: P2POp, part: message.Part):
     return lambda: written(part.x, op.tensor)
 
 
-def _other(rank: int, group: dist.ProcessGroup, verb: str, word: str) -> None:
-    number_of(rank, group, f"{verb} {word}".replace("recv", "receive"))
-    if rank == dist.get_rank():
-        raise ValueError(f"rank {rank} can't {verb} {word} itself: copy the tensor")
+def _check(op: P2POp, group: dist.ProcessGroup) -> None:
+    verb, word = VERBS[op.op]
+    number_of(op.peer, group, f"{verb} {word}".replace("recv", "receive"))
+    if op.peer == dist.get_rank():
+        raise ValueError(f"rank {op.peer} can't {verb} {word} itself: copy the tensor")
+    refuse_tracked(verb, op.tensor)
+    refuse_expanded(verb, op.tensor if verb == "recv" else None)

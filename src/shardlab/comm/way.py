@@ -55,6 +55,7 @@ def collective(verb: str, tensor: torch.Tensor | None, group, async_op: bool, *,
     besides.
     """
     refuse_tracked(verb, tensor)
+    refuse_expanded(verb, back)
     group, settings = group_of(group), now()
     mark = Mark(verb, handed if handed is not None else tensor, group, detail, alike)
     mark.enter()
@@ -182,6 +183,14 @@ def disagree(said: dict[int, str]) -> None:
     if len(set(said.values())) > 1:
         lines = [f"  rank {rank}: {text}" for rank, text in said.items()]
         raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+
+
+def refuse_expanded(verb: str, back: torch.Tensor | None) -> None:
+    """Raise ValueError where the result would be written to a tensor of which several elements are one in memory."""
+    if back is not None and not back.is_contiguous() and \
+            any(size > 1 and not stride for size, stride in zip(back.shape, back.stride(), strict=True)):
+        raise ValueError(f"{verb} writes into its tensor, and that of {tuple(back.shape)} is expanded, with strides "
+                         f"{back.stride()}: clone() it first")
 
 
 def refuse_tracked(verb: str, tensor: torch.Tensor | None) -> None:
