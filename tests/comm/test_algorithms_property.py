@@ -184,7 +184,7 @@ def ways(transport):
 
 @pytest.mark.parametrize(("p", "transport"), POOLS)
 def test_every_algorithm_at_every_world_size(pool, p, transport):
-    """Lengths around the world size, and one of several slots of shared memory: what drawn cases need not hit."""
+    """Lengths around the world size, and one that shared memory takes in shares: what drawn cases need not hit."""
     cases = []
     for i, (verb, algorithm) in enumerate(ways(transport)):
         per_node = p // 2 if algorithm == "two_level" and p % 2 == 0 else None
