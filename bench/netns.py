@@ -5,7 +5,7 @@ holds each direction to a rate. Inside a node traffic goes over the loopback. Wh
 compared with the interfaces' counters, which also count Ethernet, IP and TCP headers. Needs Linux, root and iproute2;
 elsewhere it says what is missing and ends. Nothing stays: namespaces and ranks are removed on failure and Ctrl-C too.
 
-    sudo .venv/bin/python bench/netns.py [--mbit 50] [--mib 8] [--repeats 3]    Mbit/s each direction, MiB a rank
+    sudo .venv/bin/python bench/netns.py [--mbit 25] [--mib 4] [--repeats 3]    Mbit/s each direction, MiB a rank
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build(names: list[str], mbit: float) -> None:
 def start(rank: int, names: list[str], port: str) -> subprocess.Popen:
     """A rank in its node's namespace. A session of its own: Ctrl-C is for this process, which ends the ranks."""
     environ = os.environ | {"GLOO_SOCKET_IFNAME": "net0", "NETNS_RANK": str(rank), "NETNS_PORT": port,
-                            "TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without a host name are warned of
+                            "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns: no host names here
     return subprocess.Popen(["ip", "netns", "exec", names[rank // PER_NODE], sys.executable, *sys.argv], env=environ,
                             stdout=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -129,6 +129,7 @@ def measured(call: Callable[[], object], repeats: int) -> tuple[float, list[list
     call()  # connects
     comm.barrier()
     before, times = sent(), []
+    comm.barrier()  # nobody sends before all have counted
     with comm.record() as ledger:
         for _ in range(repeats):
             start = time.perf_counter()
@@ -161,7 +162,6 @@ def all_reduce(algorithm: str, x: torch.Tensor) -> None:
 def main(rank: int, mbit: float, mib: int, repeats: int) -> None:
     """What a rank does; rank 0 prints."""
     say = print if rank == 0 else lambda *_: None
-    torch.set_num_threads(1)
     join(rank, int(os.environ["NETNS_PORT"]))
     clocks, x, took, cost = tempfile.NamedTemporaryFile(), torch.ones(mib << 18), {}, {}  # noqa: SIM115
     comm.links.open(clocks.name)  # which a topology wants
@@ -183,7 +183,7 @@ def main(rank: int, mbit: float, mib: int, repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for option, kind, default in (("--mbit", float, 50), ("--mib", int, 8), ("--repeats", int, 3)):
+    for option, kind, default in (("--mbit", float, 25), ("--mib", int, 4), ("--repeats", int, 3)):
         parser.add_argument(option, type=kind, default=default)
     asked = parser.parse_args()
     if "NETNS_RANK" in os.environ:
