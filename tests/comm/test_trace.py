@@ -112,21 +112,25 @@ def test_what_has_not_ended_lasts_until_the_end():
 
 
 def recorded(group):
-    """Two reductions under way at once, and a message."""
+    """Two reductions under way at once, one made of messages, and a message."""
     with comm.record() as ledger:
         first, second = (comm.all_reduce(torch.ones(n), group=group, async_op=True) for n in (1000, 10))
         first.wait(), second.wait()
+        with comm.use("ring"):
+            comm.all_reduce(torch.ones(6), group=group)
         x = torch.ones(3)
         comm.send(x, 1, group) if group.rank() == 0 else comm.recv(x, 0, group)
     return ledger
 
 
 def test_a_recorded_ledger_keeps_the_rules(pool):
-    entries = comm.Ledger.merge(pool(2).run(recorded)).to_dicts()
-    slices = [s for *s, _ in named(events_of(chrome_trace(entries))) if not s[1].startswith("messages")]
-    assert sorted(op for _, _, op in slices) == ["all_reduce"] * 4 + ["recv", "send"]
-    assert {(rank, thread) for rank, thread, _ in slices} == {
+    events = events_of(comm.Ledger.merge(pool(2).run(recorded)).to_chrome_trace())
+    ops = [s for *s, _ in named(events) if not s[1].startswith("messages")]
+    assert sorted(op for _, _, op in ops) == ["all_reduce"] * 6 + ["recv", "send"]
+    assert {(rank, thread) for rank, thread, _ in ops} == {
         (f"rank {r}", thread) for r in (0, 1) for thread in ("world", "world (2)")}
+    to = sorted(around(events, e)[2] for e in events if e["ph"] == "s")
+    assert to == ["to rank 0"] * 2 + ["to rank 1"] * 3  # two pieces each around the ring, and the message
 
 
 def test_an_empty_ledger_is_refused():
