@@ -134,7 +134,7 @@ def test_large_tensors_gain_as_many_times_as_a_node_has_nics(per_node):
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: seconds([[send(0, 4, 1)]], APART), "a message from 0 to 4, and only 4 ranks: take a topology with more"),
     (lambda: seconds([[send(2, 0, 1)]], APART, ranks=[0, 1]), "a message from 2 to 0, and only 2 ranks"),
-    (lambda: seconds([[send(0, 1, 1)]], APART, ranks=[0, 4]), "no rank 4 on 4 nodes of 1: the last is 3"),
+    (lambda: seconds([[send(0, 1, 1)]], APART, ranks=[0, 1, 4]), "no rank 4 on 4 nodes of 1: the last is 3"),
     (lambda: seconds([[send(0, 1, 1)]], APART, ranks=[2, 2]), r"ranks = \[2, 2\] names a rank twice"),
 ])
 def test_ranks_that_are_nowhere_are_refused(call, message):
