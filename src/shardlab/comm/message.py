@@ -76,7 +76,8 @@ def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks
         for _, works in by_backend:
             works.extend(all_works)
     else:
-        for op, works in by_backend:
+        # receives first: gloo's word that one is ready would wait behind the bytes that this rank sends the same way
+        for op, works in sorted(by_backend, key=lambda each: each[0].op is dist.isend):
             works.append(op.op(op.tensor, op.peer, op.group))
     return started
 
