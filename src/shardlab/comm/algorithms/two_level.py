@@ -6,7 +6,7 @@
     2. across              0 with 2, and 1 with 3, all-reduce their halves: together one tensor, not two
     3. inside each node    all-gather: everybody has both halves
 
-In a ring over all ranks each of the 2 (p − 1) steps waits for the slow link. Here only 2 (nodes − 1) do.
+In a ring over all ranks a piece crosses the slow link in each of the 2 (p − 1) steps. Here only in 2 (nodes − 1).
 """
 
 from __future__ import annotations
