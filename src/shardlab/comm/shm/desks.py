@@ -1,6 +1,6 @@
 """Desks: each rank has one in shared memory, lays its data on it, and reads the others'.
 
-A desk has a few slots, so that the next chunk can be laid down while the one before is still being read. Who has read a
+A desk has two slots, so that the next chunk can be laid down while the one before is still being read. Who has read a
 slot says so, and before its owner uses it again it collects these words: whichever groups it is in, and however late
 one of its readers is, nothing is overwritten that has yet to be read.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .semaphore import Semaphore
 from .waiting import Waiting
 
-SLOTS = 3
+SLOTS = 2
 NOTE = 512  # bytes in which the owner of a slot says what it is about to do
 
 Stage = Callable[[int, int], None]  # stage(chunk, slot)
@@ -46,7 +46,9 @@ class Desks:
         """Pass the chunks, 1 or more, through the stages, of which there are 2 or 3. All ranks do the same.
 
         Each stage is a step behind the one before it, and between two steps is a barrier: what one stage has laid on a
-        desk, the next finds there. Raises ValueError on every rank alike where their texts differ.
+        desk, the next finds there. What the third reads, the first must leave alone, two chunks on in the same slot.
+
+        Raises ValueError on every rank alike where their texts differ.
         """
         used = self._used.get(ranks, 0)
         steps = chunks + len(stages) - 1

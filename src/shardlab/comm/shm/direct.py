@@ -33,15 +33,15 @@ class Direct:
         n, item, here, place = len(x), x.element_size(), x.data_ptr(), ranks.index(self._rank)
         if n * item <= SMALL:
             return self._all_reduce_small(x, combine, ranks, text)
-        most = self._desks.size // item // LINE * LINE  # elements of a chunk
-        share = -(-most // len(ranks) // LINE) * LINE  # and of the part of it that one rank combines
+        chunks, most = _chunks(n, self._desks.size // item)
+        share = -(-most // len(ranks) // LINE) * LINE  # elements of a chunk that one rank combines
 
         def part(chunk: int, place: int) -> tuple[int, int, int]:
             """Where the chunk begins in x, where the share of the rank at `place` begins in the chunk, and ends."""
             size = min(most, n - chunk * most)
             return chunk * most, min(size, place * share), min(size, (place + 1) * share)
 
-        def put(chunk: int, slot: int) -> None:  # all but the own share, which nobody else reads
+        def put(chunk: int, slot: int) -> None:  # not the own share: in its place are sums, two chunks older, to take
             start, first, last = part(chunk, place)
             desk, source, size = self._desks.at(self._rank, slot), here + start * item, min(most, n - start)
             copy(desk, source, first * item)
@@ -50,15 +50,23 @@ class Direct:
         def reduce(chunk: int, slot: int) -> None:
             start, first, last = part(chunk, place)
             if first < last:
-                total = self._view(self._desks.at(self._rank, slot) + first * item, last - first, x.dtype)
-                self._combine(total, x[start + first : start + last], combine, ranks, slot, first * item)
+                desk, own = self._desks.at(self._rank, slot) + first * item, x[start + first : start + last]
+                if place < 2:  # the sum can begin with the own part: a + b is b + a
+                    for other in [rank for rank in ranks if rank != self._rank]:
+                        combine(own, self._view(self._desks.at(other, slot) + first * item, last - first, x.dtype))
+                    copy(desk, own.data_ptr(), (last - first) * item)
+                else:
+                    total = self._view(desk, last - first, x.dtype)
+                    self._combine(total, own, combine, ranks, slot, first * item)
 
         def take(chunk: int, slot: int) -> None:
             for i, rank in enumerate(ranks):
-                start, first, last = part(chunk, i)
-                copy(here + (start + first) * item, self._desks.at(rank, slot) + first * item, (last - first) * item)
+                if i != place or place >= 2:
+                    start, first, last = part(chunk, i)
+                    copy(here + (start + first) * item, self._desks.at(rank, slot) + first * item,
+                         (last - first) * item)
 
-        self._desks.run(ranks, text, -(-n // most), put, reduce, take)
+        self._desks.run(ranks, text, chunks, put, reduce, take)
         return n * item
 
     def _all_reduce_small(self, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
@@ -78,7 +86,7 @@ class Direct:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, combine: Combine, ranks: Ranks, text: str) -> int:
         x, out = x.view(-1), out.view(-1)
         p, n, item, place = len(ranks), len(out), x.element_size(), ranks.index(self._rank)
-        most = self._desks.size // p // item // LINE * LINE  # elements of a chunk for one rank
+        chunks, most = _chunks(n, self._desks.size // item // p)
 
         def put(chunk: int, slot: int) -> None:
             start = chunk * most
@@ -93,11 +101,12 @@ class Direct:
                 own = x[place * n + start : place * n + end]
                 self._combine(out[start:end], own, combine, ranks, slot, place * most * item)
 
-        self._desks.run(ranks, text, max(1, -(-n // most)), put, reduce)
+        self._desks.run(ranks, text, chunks, put, reduce)
         return (p - 1) * n * item
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, ranks: Ranks, text: str) -> int:
-        nbytes, size = x.numel() * x.element_size(), self._desks.size
+        nbytes = x.numel() * x.element_size()
+        chunks, size = _chunks(nbytes, self._desks.size)
         if len(ranks) == 1:
             copy(out.data_ptr(), x.data_ptr(), nbytes)
             return 0
@@ -110,11 +119,12 @@ class Direct:
                 source = x.data_ptr() + chunk * size if rank == self._rank else self._desks.at(rank, slot)
                 copy(out.data_ptr() + i * nbytes + chunk * size, source, min(size, nbytes - chunk * size))
 
-        self._desks.run(ranks, text, max(1, -(-nbytes // size)), put, take)
+        self._desks.run(ranks, text, chunks, put, take)
         return nbytes
 
     def broadcast(self, x: torch.Tensor, src: int, ranks: Ranks, text: str) -> int:
-        nbytes, size, root = x.numel() * x.element_size(), self._desks.size, self._rank == src
+        nbytes, root = x.numel() * x.element_size(), self._rank == src
+        chunks, size = _chunks(nbytes, self._desks.size)
         if len(ranks) == 1:
             return 0
 
@@ -126,7 +136,7 @@ class Direct:
             if not root:
                 copy(x.data_ptr() + chunk * size, self._desks.at(src, slot), min(size, nbytes - chunk * size))
 
-        self._desks.run(ranks, text, max(1, -(-nbytes // size)), put, take)
+        self._desks.run(ranks, text, chunks, put, take)
         return nbytes if root else 0
 
     def barrier(self, ranks: Ranks, text: str) -> int:
@@ -147,3 +157,10 @@ class Direct:
                 combine(total, part)
             else:
                 copy(total.data_ptr(), part.data_ptr(), len(total) * total.element_size())
+
+
+def _chunks(n: int, room: int) -> tuple[int, int]:
+    """How many chunks, 1 or more, n elements need where one takes `room`, and how long each of them but the last is."""
+    most = room // LINE * LINE
+    size = max(LINE, -(-n // max(1, -(-n // most)) // LINE) * LINE)  # as even as lines allow
+    return max(1, -(-n // size)), size

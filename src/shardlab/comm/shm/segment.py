@@ -18,10 +18,10 @@ from .desks import Desk
 from .semaphore import Semaphore
 
 SIZE = 48 * 2**20  # bytes mapped; only what is written to is ever used
-DESKS, CHANNELS = 24 * 2**20, 20 * 2**20  # bytes of it for all desks, for all channels
-LARGEST_SLOT, LARGEST_CHUNK = 2**19, 2**18  # bytes of a desk's slot, of a channel's
-CHANNEL_SLOTS = 2
-PAGE = 4096
+DESKS, CHANNELS = 32 * 2**20, 15 * 2**20  # bytes of it for all desks, for all channels
+LARGEST_SLOT, LARGEST_CHUNK = 2**22, 2**18  # bytes of data in a desk's slot, in a channel's
+CHANNEL_SLOTS = 4
+LINE = semaphore.SIZE  # everything begins at a cache line
 
 
 class Segment:
@@ -36,10 +36,10 @@ class Segment:
         read = [self._semaphores(desks.SLOTS) for _ in numbers]
         self._semaphores_end = self._end
 
-        size = _pages(DESKS // (ranks * desks.SLOTS), LARGEST_SLOT)
-        self.desks = [Desk(self._slots(desks.SLOTS, size, desks.NOTE), size, tuple(read[rank])) for rank in numbers]
-        size = _pages(CHANNELS // (ranks**2 * CHANNEL_SLOTS), LARGEST_CHUNK)
-        self.channels = [[Channel(a, b, full[a][b], free[a][b], self._slots(CHANNEL_SLOTS, size, channels.NOTE), size)
+        size = min(LARGEST_SLOT, _lines(DESKS // (ranks * desks.SLOTS) - desks.NOTE))
+        self.desks = [Desk(self._slots(desks.SLOTS, size + desks.NOTE), size, tuple(read[rank])) for rank in numbers]
+        size = min(LARGEST_CHUNK, _lines(CHANNELS // (ranks**2 * CHANNEL_SLOTS) - channels.NOTE))
+        self.channels = [[Channel(a, b, full[a][b], free[a][b], self._slots(CHANNEL_SLOTS, size + channels.NOTE), size)
                           for b in numbers] for a in numbers]
         assert self._end <= self._base + SIZE
 
@@ -74,10 +74,9 @@ class Segment:
         first, self._end = self._end, self._end + count * semaphore.SIZE
         return [Semaphore(first + i * semaphore.SIZE) for i in range(count)]
 
-    def _slots(self, count: int, size: int, note: int) -> tuple[int, ...]:
-        first = -(-self._end // PAGE) * PAGE
-        self._end = first + count * (size + note)
-        return tuple(first + i * (size + note) for i in range(count))
+    def _slots(self, count: int, size: int) -> tuple[int, ...]:
+        first, self._end = self._end, self._end + count * size
+        return tuple(first + i * size for i in range(count))
 
     def _ready(self) -> Segment:
         """Set up the semaphores, before another process uses them."""
@@ -86,5 +85,5 @@ class Segment:
         return self
 
 
-def _pages(size: int, most: int) -> int:
-    return min(size // PAGE * PAGE, most)
+def _lines(nbytes: int) -> int:
+    return nbytes // LINE * LINE

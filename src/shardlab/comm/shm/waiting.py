@@ -14,7 +14,7 @@ from typing import Protocol
 
 from .semaphore import Semaphore
 
-LOOKING = 1e-4  # seconds before it sleeps, which costs about that where the core had nothing else to do
+LOOKING = 5e-4  # seconds before it sleeps, which costs about that where the core had nothing else to do
 SLICE = 0.25  # seconds asleep before the limit is looked at
 
 
@@ -67,15 +67,15 @@ class Waiting:
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`, moving the messages under way, as `acquire` does."""
-        start = time.monotonic()
+        start = looking = time.monotonic()
         while True:
             taken = self._taken
             self.advance()
             if done():
                 return
-            if self._taken > taken:
-                continue  # perhaps with a ring that came during this look: not to sleep before there was another
-            if time.monotonic() < start + LOOKING:
+            if self._taken > taken:  # perhaps with a ring that came during this look: not to sleep before another
+                looking = time.monotonic()
+            elif time.monotonic() < looking + LOOKING:
                 os.sched_yield()
             else:
                 self._bell.take_within(SLICE)
