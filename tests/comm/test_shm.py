@@ -15,7 +15,7 @@ import torch
 from shardlab import comm
 from shardlab.card import resident
 from shardlab.comm import shm
-from shardlab.comm.shm import desks, direct, segment, semaphore, waiting
+from shardlab.comm.shm import channels, desks, direct, segment, semaphore, waiting
 from shardlab.launch import launch, ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unnamed semaphores between processes")
@@ -343,21 +343,24 @@ def test_a_post_wakes_who_sleeps():
 # where there is some, and where there is none
 
 
-def test_a_segment_is_divided_without_overlap_up_to_the_most_ranks():
-    for p in (1, 2, 7, 16, shm.MOST):
-        memory = shm.Segment.anonymous(p)
-        spans = [(at, at + desk.size + desks.NOTE) for desk in memory.desks for at in desk.slots]
-        spans += [(at, at + channel.size + 512) for row in memory.channels for channel in row for at in channel.slots]
-        semaphores = {s._at.value for desk in memory.desks for s in desk.read}
-        semaphores |= {s._at.value for s in memory.bells} | {s._at.value for row in memory.meet for s in row}
-        semaphores |= {s._at.value for row in memory.channels for c in row for s in (c.full, c.free)}
-        assert len(semaphores) == desks.SLOTS * p + p + 3 * p**2
-        spans += [(at, at + semaphore.SIZE) for at in semaphores]
-        spans.sort()
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        assert spans[-1][1] - spans[0][0] <= segment.SIZE <= 48 * 2**20
-        assert min(desk.size for desk in memory.desks) >= direct.SMALL  # the short way takes one slot
-        assert memory.channels[0][0].size >= 2**10
+@pytest.mark.parametrize("p", [1, 2, 7, 16, shm.MOST])
+def test_a_segment_is_divided_without_overlap_up_to_the_most_ranks(p):
+    memory = shm.Segment.anonymous(p)
+    pairs = list(itertools.product(range(p), repeat=2))
+    lines = [memory.channel(*pair) for pair in pairs]
+    semaphores = {s._at.value for s in [*memory.bells, *(memory.meet(*pair) for pair in pairs),
+                                        *(s for desk in memory.desks for s in desk.read),
+                                        *(s for line in lines for s in (line.full, line.free))]}
+    assert len(semaphores) == p + desks.SLOTS * p + 3 * p**2
+    assert semaphores == set(memory._semaphores)  # all are set up
+    spans = [(at, at + semaphore.SIZE) for at in semaphores]
+    spans += [(at, at + desk.size + desks.NOTE) for desk in memory.desks for at in desk.slots]
+    spans += [(at, at + channels.NOTE + line.size) for line in lines for at in line.slots]
+    spans.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] - spans[0][0] <= segment.SIZE <= 48 * 2**20
+    assert min(desk.size for desk in memory.desks) >= direct.SMALL  # the short way takes one slot
+    assert lines[0].size >= 2**10
 
 
 def test_ranks_that_share_no_memory_are_told_why(monkeypatch):

@@ -30,10 +30,12 @@ class Desk:
 
 
 class Desks:
-    """The desks of all ranks, as `rank` uses them. `meet[a][b]` is what rank a tells rank b by at a barrier."""
+    """The desks of all ranks, as `rank` uses them. By meet(a, b) rank a tells rank b that it is at a barrier."""
 
-    def __init__(self, waiting: Waiting, rank: int, desks: Sequence[Desk], meet: Sequence[Sequence[Semaphore]]):
-        self._waiting, self.rank, self._desks, self._meet = waiting, rank, desks, meet
+    def __init__(self, waiting: Waiting, rank: int, desks: Sequence[Desk], meet: Callable[[int, int], Semaphore]):
+        self._waiting, self.rank, self._desks = waiting, rank, desks
+        self._tell = [meet(rank, other) for other in range(len(desks))]
+        self._told = [meet(other, rank) for other in range(len(desks))]
         self.size = desks[rank].size
         self._used: dict[tuple[int, ...], int] = {}  # chunks that a group has moved: its members agree on the next slot
         self._readers = [0] * SLOTS  # of each own slot: how many have yet to say that they are done
@@ -86,8 +88,8 @@ class Desks:
         p, place, distance = len(ranks), ranks.index(self.rank), 1
         while distance < p:
             to, source = ranks[(place + distance) % p], ranks[(place - distance) % p]
-            self._waiting.post(self._meet[self.rank][to], to)
-            self._waiting.acquire(self._meet[source][self.rank], f"rank {source} in {text}")
+            self._waiting.post(self._tell[to], to)
+            self._waiting.acquire(self._told[source], f"rank {source} in {text}")
             distance *= 2
 
     def _write(self, slot: int, text: str) -> bytes:

@@ -25,22 +25,26 @@ LINE = semaphore.SIZE  # everything begins at a cache line
 
 
 class Segment:
-    """Memory that `ranks` processes share, divided: semaphores, a desk for each rank, a channel for each pair."""
+    """Memory that `ranks` processes share, divided: semaphores, a desk for each rank, a channel for each pair.
 
-    def __init__(self, memory: mmap.mmap, ranks: int):
-        self._memory, self.path = memory, ""
+    `path` is where other processes can `open` it, if they can.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int, path: str = ""):
+        self._memory, self._ranks, self.path = memory, ranks, path
         self._base = self._end = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        numbers = range(ranks)
-        self.bells = self._semaphores(ranks)
-        self.meet, full, free = ([self._semaphores(ranks) for _ in numbers] for _ in range(3))
-        read = [self._semaphores(desks.SLOTS) for _ in numbers]
-        self._semaphores_end = self._end
+        bells = self._take(ranks, semaphore.SIZE)
+        read = self._take(ranks * desks.SLOTS, semaphore.SIZE)
+        self._meet, self._full, self._free = (self._take(ranks**2, semaphore.SIZE) for _ in range(3))
+        self._semaphores = range(self._base, self._end, semaphore.SIZE)
+        self.bells = [Semaphore(at) for at in bells]
 
         size = min(LARGEST_SLOT, _lines(DESKS // (ranks * desks.SLOTS) - desks.NOTE))
-        self.desks = [Desk(self._slots(desks.SLOTS, size + desks.NOTE), size, tuple(read[rank])) for rank in numbers]
-        size = min(LARGEST_CHUNK, _lines(CHANNELS // (ranks**2 * CHANNEL_SLOTS) - channels.NOTE))
-        self.channels = [[Channel(a, b, full[a][b], free[a][b], self._slots(CHANNEL_SLOTS, size + channels.NOTE), size)
-                          for b in numbers] for a in numbers]
+        slots = self._take(ranks * desks.SLOTS, size + desks.NOTE)
+        self.desks = [Desk(tuple(slots[i : i + desks.SLOTS]), size, tuple(map(Semaphore, read[i : i + desks.SLOTS])))
+                      for i in range(0, len(slots), desks.SLOTS)]
+        self._chunk = min(LARGEST_CHUNK, _lines(CHANNELS // (ranks**2 * CHANNEL_SLOTS) - channels.NOTE))
+        self._slots = self._take(ranks**2 * CHANNEL_SLOTS, self._chunk + channels.NOTE)
         assert self._end <= self._base + SIZE
 
     @classmethod
@@ -53,9 +57,7 @@ class Segment:
         """Memory for `ranks` processes that run already; they `open` it at its `path`, while this one lives."""
         file = os.memfd_create("shardlab-shm")
         os.ftruncate(file, SIZE)
-        segment = cls(mmap.mmap(file, SIZE), ranks)._ready()
-        segment.path = f"/proc/{os.getpid()}/fd/{file}"
-        return segment
+        return cls(mmap.mmap(file, SIZE), ranks, f"/proc/{os.getpid()}/fd/{file}")._ready()
 
     @classmethod
     def open(cls, path: str, ranks: int) -> Segment:
@@ -70,17 +72,24 @@ class Segment:
         """A tensor of `count` elements, 1 or more, that lies at an address of the segment."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=address - self._base)
 
-    def _semaphores(self, count: int) -> list[Semaphore]:
-        first, self._end = self._end, self._end + count * semaphore.SIZE
-        return [Semaphore(first + i * semaphore.SIZE) for i in range(count)]
+    def meet(self, a: int, b: int) -> Semaphore:
+        """What rank `a` tells rank `b` by that it is at a barrier."""
+        return Semaphore(self._meet[a * self._ranks + b])
 
-    def _slots(self, count: int, size: int) -> tuple[int, ...]:
+    def channel(self, src: int, dst: int) -> Channel:
+        """The channel of the messages from one rank to another."""
+        pair = src * self._ranks + dst
+        slots = self._slots[pair * CHANNEL_SLOTS : (pair + 1) * CHANNEL_SLOTS]
+        return Channel(src, dst, Semaphore(self._full[pair]), Semaphore(self._free[pair]), tuple(slots), self._chunk)
+
+    def _take(self, count: int, size: int) -> range:
+        """The addresses of `count` pieces of `size` bytes, which nothing else gets."""
         first, self._end = self._end, self._end + count * size
-        return tuple(first + i * size for i in range(count))
+        return range(first, self._end, size)
 
     def _ready(self) -> Segment:
         """Set up the semaphores, before another process uses them."""
-        for at in range(self._base, self._semaphores_end, semaphore.SIZE):
+        for at in self._semaphores:
             Semaphore(at).make()
         return self
 

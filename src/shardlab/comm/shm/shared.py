@@ -23,8 +23,9 @@ class Shared:
 
     def __init__(self, segment: Segment, rank: int, timeout: float):
         self._waiting = Waiting(rank, segment.bells, timeout)
-        self._outgoing = [Outgoing(self._waiting, channel) for channel in segment.channels[rank]]
-        self._incoming = [Incoming(self._waiting, row[rank]) for row in segment.channels]
+        ranks = range(len(segment.desks))
+        self._outgoing = [Outgoing(self._waiting, segment.channel(rank, other)) for other in ranks]
+        self._incoming = [Incoming(self._waiting, segment.channel(other, rank)) for other in ranks]
         self._direct = Direct(Desks(self._waiting, rank, segment.desks, segment.meet), segment.view)
 
     def isend(self, x: torch.Tensor, dst: int, text: str) -> Pending:
