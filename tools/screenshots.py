@@ -21,6 +21,8 @@ def pages(site: Path) -> list[str]:
 
 def main(site: Path, folder: Path, wanted: list[str]) -> None:
     """Take every picture and print its path."""
+    if unknown := set(wanted) - {Path(page).stem for page in pages(site)}:
+        raise SystemExit(f"{site} has no page {', '.join(sorted(unknown))}: give names such as 05_tensor")
     folder.mkdir(parents=True, exist_ok=True)
     program = executable()
     if program is None:

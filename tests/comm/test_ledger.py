@@ -98,6 +98,11 @@ def test_merge_sum_and_print():
         "bytes are of each rank; * derived: what a ring would send"]
     both.entries.append(entry(rank=2, op="send", derived=False))
     assert [row[0] for row in both.table()[1:]] == ["0–1", "0–1", "2"]
+    both.entries.append(entry(rank=2, derived=False, algorithm="ring"))  # counted: not in one row with derived ones
+    both.entries.append(entry(rank=2))
+    rows = [(row[2], row[-1]) for row in both.table()[3:]]
+    assert rows == [("send", "24"), ("all_reduce", "24"), ("all_reduce", "24*")]
+    del both.entries[-2:]
     assert both._repr_html_().count("<tr>") == 4
 
 

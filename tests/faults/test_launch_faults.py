@@ -398,3 +398,30 @@ def test_a_notebook_launches_fails_is_interrupted_and_goes_on():
     assert interrupted[-1].ename == "KeyboardInterrupt"
     assert after[0].text == interrupted[0].text + "[0, 1]\n"  # the server has not felt the interrupt
     assert len(after) == 1
+
+
+# C3: messages that wait for each other
+
+
+def test_ranks_that_all_send_first_are_told_to_start_both_messages():
+    def swap(group):
+        comm.send(torch.ones(4), 1 - group.rank())
+        comm.recv(torch.ones(4), 1 - group.rank())
+
+    error, seconds = failing(swap, 2, timeout=1)
+    assert type(error) is RankTimeout and seconds < 5
+    for rank in (0, 1):
+        assert f"in send to rank {1 - rank} float32 (4,) on axis world, ranks [0, 1]" in str(error)
+    assert "batch_isend_irecv" in lines(error)[-1] and "debug" not in str(error)
+
+
+def test_a_batch_that_stands_still_is_shown_with_all_its_messages():
+    def to_the_right(group):
+        right = (group.rank() + 1) % 3  # where the left neighbour should be asked
+        for handle in comm.batch_isend_irecv([comm.P2POp("isend", torch.ones(4), right),
+                                              comm.P2POp("irecv", torch.ones(4), right)]):
+            handle.wait()
+
+    error, _ = failing(to_the_right, 3, timeout=1)
+    where = "float32 (4,) on axis world, ranks [0, 1, 2]"
+    assert f"in send to rank 1 {where}; recv from rank 1 {where}" in str(error) and "debug=True" in lines(error)[-1]

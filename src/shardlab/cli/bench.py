@@ -26,7 +26,7 @@ def measure() -> None:
 @bench.command()
 def links(
     transport: Annotated[str, typer.Option(help="backend (gloo) or shm (shared memory).")] = "backend",
-    repeats: Annotated[int, typer.Option(help="Round trips for each size; the median counts.")] = 21,
+    repeats: Annotated[int, typer.Option(help="Round trips for each size; the shortest counts.")] = 21,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data: alpha, beta, samples, median error.")] = False,
 ) -> None:
     """Fit α (seconds a message) and β (bytes a second) to messages between two ranks on this machine."""

@@ -91,24 +91,26 @@ class Ledger:
         """The entries and their messages as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         return chrome_trace(self.to_dicts())
 
-    def _groups(self) -> Iterator[tuple[list[int], dict]]:
-        """Ranks that did the same, with their sums: usually one group of all ranks."""
-        rest = {r: self.where(rank=r).sums() for r in sorted({e.rank for e in self.entries})}
+    def _groups(self) -> Iterator[tuple[list[int], list[tuple[Ledger, bool]]]]:
+        """Ranks that did the same, usually all, with their calls: those derived apart from those counted."""
+        parts = [(part, derived) for derived in (False, True) if (part := self.where(derived=derived)).entries]
+        rest = {r: [(part.where(rank=r), derived) for part, derived in parts]
+                for r in sorted({e.rank for e in self.entries})}
         while rest:
-            sums = next(iter(rest.values()))
-            same = [r for r, s in rest.items() if s == sums]
-            yield same, sums
-            rest = {r: s for r, s in rest.items() if r not in same}
+            mine = next(iter(rest.values()))
+            same = [r for r, each in rest.items() if [p.sums() for p, _ in each] == [p.sums() for p, _ in mine]]
+            yield same, mine
+            rest = {r: each for r, each in rest.items() if r not in same}
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of text: ranks, axis, op, phase, calls, payload B, wire B; first the headings. Bytes are of one rank."""
         mark = "*" if any(e.derived for e in self.entries) else ""
-        rows: list[tuple[str, ...]] = [("rank", "axis", "op", "phase", "calls", "payload B",
-                                       f"wire B{mark}")]
-        for ranks, sums in self._groups():
-            who = _span(ranks)
-            for (axis, op, phase), (calls, payload, wire) in sums.items():
-                rows.append((who, axis, op, phase, f"{calls:,}", f"{payload:,}", f"{wire:,.0f}{mark}"))
+        rows: list[tuple[str, ...]] = [("rank", "axis", "op", "phase", "calls", "payload B", f"wire B{mark}")]
+        for ranks, parts in self._groups():
+            for part, derived in parts:
+                for (axis, op, phase), (calls, payload, wire) in part.sums().items():
+                    rows.append((_span(ranks), axis, op, phase, f"{calls:,}", f"{payload:,}",
+                                 f"{wire:,.0f}{'*' if derived else ''}"))
         return rows
 
     def __str__(self) -> str:

@@ -1,7 +1,9 @@
 """One message from rank to rank: by the backend or through shared memory, at the speed of its link.
 
 A message is framed where the receiver has to know more than its bytes: in debug mode what the sender says it is, on an
-emulated link when it is due. The frame goes before the bytes, is not counted, and costs a copy on both sides.
+emulated link when it is due. The frame goes before the bytes, in one message with them, is not counted, and costs a
+copy on both sides. In debug mode the receiver has room for more than it expects, since gloo ends a process that has too
+little.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 FRAME = 512  # bytes
+SPARE = 2**20  # bytes that may come beyond twice what is expected
 HEAD = struct.Struct("<dqH")  # due, in seconds of the host's monotonic clock; bytes of the message; length of the text
 
 
@@ -113,14 +116,14 @@ def _framed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings,
 
 def _unframed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings, then: Callable[[], None]):
     """Room for a framed message; when it has come, check it, wait until it is due, and fill `x`."""
-    framed = torch.empty(FRAME + len(x), dtype=torch.uint8)
+    framed = torch.empty(FRAME + len(x) + (len(x) + SPARE if settings.debug else 0), dtype=torch.uint8)
 
     def finish() -> None:
         frame = framed[:FRAME].numpy().tobytes()
         due, nbytes, length = HEAD.unpack_from(frame)
         check(part.text, len(x), frame[HEAD.size : HEAD.size + length].decode(errors="replace"), nbytes, src, dst)
         links.sleep_until(due)
-        x.copy_(framed[FRAME:])
+        x.copy_(framed[FRAME : FRAME + len(x)])
         then()
 
     return framed, finish

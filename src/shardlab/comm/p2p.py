@@ -81,6 +81,9 @@ def batch_isend_irecv(ops: Sequence[P2POp]) -> list[Handle]:
         what = f"{name_of(op.tensor.dtype)} {tuple(op.tensor.shape)}, tag {op.tag}"
         marks.append(mark)
         parts.append(message.Part(op.op, flat_bytes(op.tensor, staged), op.peer, what, 0))
+    together = "; ".join(mark.text for mark in marks)  # which of them stands still can depend on any other
+    for mark in marks:
+        mark.text = together
     marks[0].enter()
     try:
         started = message.start(parts, group, settings, marks)

@@ -17,6 +17,7 @@ from ..comm import flight
 from . import rank as rank_module
 from .rank import Failure, Setup
 
+SENDING = "Each waits for another to receive: start both messages before either is waited for, comm.batch_isend_irecv."
 HINT = "`with comm.use(debug=True):` around the collectives makes ranks that disagree on one say so."
 NOT_OWN = ("<frozen", *(str(Path(file).parent) for file in (flight.__file__, rank_module.__file__, torch.__file__,
                                                             os.__file__)))
@@ -115,7 +116,9 @@ class Report:
         table = self._table(range(self.setup.size))
         first, many = self.late[0], len(self.late)
         head = f"{many} of {self.setup.size} ranks did not {doing} within {limit:g} s"
-        return RankTimeout(f"{head}\n\n{table}\n\n{HINT}", first, _formatted(self._stack(first)))
+        last = [flight.read(self.setup.file(rank, "flight")) for rank in self.late]
+        hint = SENDING if all(text.startswith("in send to") and ";" not in text for text in last) else HINT
+        return RankTimeout(f"{head}\n\n{table}\n\n{hint}", first, _formatted(self._stack(first)))
 
     def _table(self, ranks: Iterable[int]) -> str:
         """A line for each of `ranks`: its state, the line it is at, its last collective and for how long."""
