@@ -57,17 +57,17 @@ def ring_wire(op: str, payload: int, p: int) -> float:
 class Mark:
     """One collective in progress: tells the flight recorder and, where a ledger is open, writes its entry.
 
-    `handed` is the tensor that the caller hands in, None where there is none; `alike` is false where the ranks' shapes
-    may differ. `text` says what this rank is about to do, `agreed` the part of it that is the same on all ranks.
+    `handed` is the tensor that the caller hands in, None where there is none; `common` what those of all ranks have in
+    common, where their shapes may differ. `text` says what this rank is about to do, `agreed` what all ranks are.
     """
 
     def __init__(self, op: str, handed: torch.Tensor | None, group: dist.ProcessGroup, detail: str = "",
-                 alike: bool = True):
+                 common: str = ""):
         self.ranks, self.axis, rank, _, where = members(group)
         shape = tuple(handed.shape) if handed is not None else ()
         dtype = name_of(handed.dtype) if handed is not None else ""
         self.text = f"{op}{detail} {dtype} {shape} {where}" if dtype else f"{op}{detail} {where}"
-        self.agreed = self.text if alike else f"{op}{detail} {where}"
+        self.agreed = f"{op}{detail} {common} {where}" if common else self.text
         self.entry = None
         if _open:
             payload = handed.nbytes if handed is not None else 0

@@ -67,6 +67,8 @@ def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks
         then = mark.sends(dst, x.nbytes, part.offset, link.name if link else "") if sends else _nothing
         works: list = []
         if in_memory(src, dst, settings):
+            if settings.debug and sends:
+                then = _if_unchanged(part, x.clone(), x, src, dst, then)
             works.append((shm.here().isend if sends else shm.here().irecv)(x, part.peer, part.text))
         else:
             if settings.debug or link:
@@ -104,14 +106,24 @@ def _framed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings,
                                                        dtype=torch.uint8)
     framed[FRAME:] = x
 
+    if settings.debug:
+        then = _if_unchanged(part, framed[FRAME:], x, src, dst, then)
+
     def finish() -> None:
-        if settings.debug and not torch.equal(framed[FRAME:], x):
-            raise ValueError(f"what rank {src} sends to rank {dst}, {part.text}, was changed before its wait(): "
-                             "without debug mode the changed values may arrive")
         links.sleep_until(left)
         then()
 
     return framed, finish
+
+
+def _if_unchanged(part: Part, before: torch.Tensor, x: torch.Tensor, src: int, dst: int, then: Callable[[], None]):
+    def finish() -> None:
+        if not torch.equal(before, x):
+            raise ValueError(f"what rank {src} sends to rank {dst}, {part.text}, was changed before its wait(): "
+                             "without debug mode the changed values may arrive")
+        then()
+
+    return finish
 
 
 def _unframed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Settings, then: Callable[[], None]):

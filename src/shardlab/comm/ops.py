@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .groups import group_of, number_of
+from .groups import group_of, name_of, number_of
 from .made import COMBINE
 from .way import collective
 
@@ -76,8 +76,9 @@ def all_to_all(tensor: torch.Tensor, input_split_sizes: list[int] | None = None,
     if tensor.dim() == 0 or sum(given) != tensor.shape[0]:
         raise ValueError(f"input_split_sizes {given} are {sum(given)} rows, and the tensor is {tuple(tensor.shape)}")
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
-    return collective("all_to_all", tensor, group, async_op, alike=False,
+    return collective("all_to_all", tensor, group, async_op,
                       shape=(sum(taken), *tensor.shape[1:]),
+                      common=f"{name_of(tensor.dtype)} rows of {tuple(tensor.shape[1:])}",
                       given=[rows * row for rows in given], taken=[rows * row for rows in taken])
 
 
@@ -110,9 +111,9 @@ def scatter(tensor: torch.Tensor, whole: torch.Tensor | None = None, src: int = 
     if whole is not None and (whole.dtype != tensor.dtype or tuple(whole.shape) != _joined(tensor, p)):
         raise ValueError(f"scatter over {p} ranks fills {tuple(tensor.shape)} {tensor.dtype} from "
                          f"{_joined(tensor, p)}, not from {tuple(whole.shape)} {whole.dtype}")
-    return collective("scatter", tensor, group, async_op, back=tensor, detail=f" from rank {src}", alike=False,
+    return collective("scatter", tensor, group, async_op, back=tensor, detail=f" from rank {src}",
                       handed=whole if whole is not None else tensor[:0] if tensor.dim() else tensor.new_empty(0),
-                      root=root, whole=whole)
+                      common=f"{name_of(tensor.dtype)} {tuple(tensor.shape)} each", root=root, whole=whole)
 
 
 def barrier(group=None) -> None:

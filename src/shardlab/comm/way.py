@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ class Handle:
     What is made of messages, or goes through shared memory, is over when the verb returns, and `wait()` only gives the
     result; single messages are under way there too.
     """
+
+    _dropped: ClassVar[list] = []
 
     def __init__(self, work: Any, mark: Mark, result: Callable[[], Any]):
         self._work, self._mark = work, mark
@@ -42,28 +44,32 @@ class Handle:
             self._value, self._result = self._result(), None
         return self._value
 
+    def __del__(self):
+        if self._work is not None:  # not waited for: gloo gives up a message that nobody holds, and its receiver hangs
+            self._dropped.append(self._work)
+
 
 def collective(verb: str, tensor: torch.Tensor | None, group, async_op: bool, *, combines: bool = False,
                shape: tuple[int, ...] | None = None, back: torch.Tensor | None = None,
                gives: torch.Tensor | None = None, handed: torch.Tensor | None = None, detail: str = "",
-               alike: bool = True, **how) -> Any:
+               common: str = "", **how) -> Any:
     """Start the `verb` on `tensor`, and wait unless `async_op`; returns the result, or a Handle, whose wait() does.
 
     `combines`: the verb does arithmetic, else it moves bytes. `shape`: the result's; the tensor's own where left out.
     `back`: the tensor that the result is written to, for a verb in place; `gives`: what is returned instead of it.
-    `handed`: what the ledger counts, if not `tensor`. `how`: what the verb's functions in backend, made and shared take
-    besides.
+    `handed`: what the ledger counts, if not `tensor`. `common`: what is the same on all ranks, if its shape is not.
+    `how`: what the verb's functions in backend, made and shared take besides.
     """
     refuse_tracked(verb, tensor)
     refuse_expanded(verb, back)
     group, settings = group_of(group), now()
-    mark = Mark(verb, handed if handed is not None else tensor, group, detail, alike)
+    mark = Mark(verb, handed if handed is not None else tensor, group, detail, common)
     mark.enter()
     try:
         algorithm, transport, staged = _way(verb, tensor, group, settings)
         mark.goes(algorithm, transport, staged)
         if algorithm != "shared":
-            _agree(mark.agreed, group, settings)
+            _agree(mark.agreed, group, settings, how.get("given", ()), how.get("taken", ()))
         with torch.no_grad():
             how = {name: _flat(value, combines, staged) if torch.is_tensor(value) else value
                    for name, value in how.items()}
@@ -169,13 +175,20 @@ def written(flat: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     return back
 
 
-def _agree(text: str, group: dist.ProcessGroup, settings: Settings) -> None:
-    """In debug mode, raise on every rank alike where the ranks of the group are not about to do the same thing."""
+def _agree(text: str, group: dist.ProcessGroup, settings: Settings, given: Sequence[int], taken: Sequence[int]) -> None:
+    """In debug mode, raise on every rank alike where the ranks of the group are not about to do the same thing, or one
+    does not take as many bytes as another has for it: `given` and `taken`, by rank, of an all-to-all."""
     if not settings.debug:
         return
     said: list = [None] * group.size()
-    dist.all_gather_object(said, text, group)
-    disagree(dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+    dist.all_gather_object(said, (text, given, taken), group)
+    ranks = members(group).ranks
+    disagree(dict(zip(ranks, [each for each, _, _ in said], strict=True)))
+    for src, (_, given, _) in zip(ranks, said, strict=True):
+        for dst, nbytes, (_, _, taken) in zip(ranks, given, said, strict=False):
+            if nbytes != taken[ranks.index(src)]:
+                raise ValueError(f"rank {src} has {nbytes:,} B for rank {dst}, which takes {taken[ranks.index(src)]:,} "
+                                 f"from it: {text}; output_split_sizes must be the others' input_split_sizes")
 
 
 def disagree(said: dict[int, str]) -> None:
