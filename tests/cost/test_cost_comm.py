@@ -10,6 +10,7 @@ from shardlab.cost.comm import (
     algbw,
     busbw,
     crossover,
+    fastest,
     hops,
     message_count,
     seconds,
@@ -109,6 +110,20 @@ def test_shared_memory_is_written_once():
     assert [message_count(op, "shared", 6, 4, 3, 1) for op in SHARED] == [0] * len(SHARED)
 
 
+def test_few_hops_win_short_messages_and_few_bytes_long_ones():
+    """Of eight, one for all has 2 hops and 14 n, doubling 3 and 3 n, halving 6 and 1.75 n, a ring 14 and 1.75 n: it is
+    the fastest of seven only, which halving has to fold."""
+    assert [fastest("all_reduce", n, 8, LINK) for n in (0, 40_000, 41_000, 1_079_000, 1_081_000, 2**40)] == [
+        "naive", "naive", "doubling", "doubling", "halving", "halving"]
+    assert fastest("all_reduce", 2**30, 7, LINK) == "ring"
+    assert fastest("all_reduce", 2**30, 2, LINK) == "doubling"
+    assert fastest("all_reduce", 2**30, 1, LINK) == "ring"  # the first of equals
+    assert fastest("all_gather", 5, 8, LINK) == "ring"
+    for n in (2**10, 2**20, 2**30):
+        times = {name: seconds("all_reduce", name, n, 8, LINK) for name in ALGORITHMS["all_reduce"][:5]}
+        assert times[fastest("all_reduce", n, 8, LINK)] == min(times.values())
+
+
 @pytest.mark.parametrize(("a", "b", "ranks"), [
     ("ring", "doubling", 8), ("doubling", "halving", 8), ("ring", "tree", 16), ("naive", "ring", 4),
     ("halving", "ring", 7),
@@ -163,6 +178,8 @@ def test_an_all_gathers_size_is_the_whole():
     (lambda: seconds("all_reduce", "ring", float("nan"), 2, LINK), "nbytes must be a number of at least 0, not nan"),
     (lambda: crossover("all_reduce", "ring", "doubling", 8, find_link("ethernet-25")),
      "ethernet-25 names no alpha, on which the choice depends: give it one"),
+    (lambda: fastest("all_reduce", 1, 8, find_link("ethernet-25")), "ethernet-25 names no alpha"),
+    (lambda: fastest("shuffle", 1, 8, LINK), "no collective is known as 'shuffle'"),
     (lambda: algbw("shuffle", 1, 8, 1), "no collective is known as 'shuffle'"),
     (lambda: busbw("barrier", 1, 8, 1), "a barrier moves no bytes"),
     (lambda: busbw("all_reduce", 1, 0, 1), "ranks must be a whole number of at least 1, not 0"),

@@ -2,7 +2,7 @@
 
 from .activations import Activations, activations, forward_peak
 from .bill import Bill, Row
-from .comm import algbw, busbw, crossover, hops, message_count, serial_bytes, wire
+from .comm import algbw, busbw, crossover, fastest, hops, message_count, serial_bytes, wire
 from .comm import seconds as collective_seconds
 from .fit import Fit, fit
 from .korthikanti import korthikanti, selective_flops
@@ -31,7 +31,7 @@ from .transfers import seconds as transfer_seconds
 
 __all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Fit", "MemoryBill", "Message", "Part", "Plan",
            "Roofline", "Row", "Serve", "Step", "TrafficBill", "Train", "activations", "algbw", "bound", "busbw",
-           "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "fit",
+           "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "fastest", "fit",
            "forward_flops", "forward_peak", "hops", "korthikanti", "kv_cache", "kv_per_token", "ladder", "matmul",
            "memory", "message_count", "messages", "prefill_floor", "requests_that_fit", "selective_flops",
            "serial_bytes", "serving", "traffic", "training", "training_flops", "transfer_seconds", "utilisation",

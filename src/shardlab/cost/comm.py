@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ..specs import LinkSpec
 from ..specs.check import number, whole
-from .messages import Message, known, messages
+from .messages import ALGORITHMS, Message, known, messages
 from .rounds import doubled, power
 
 
@@ -72,6 +72,19 @@ def crossover(op: str, a: str, b: str, ranks: int, link: LinkSpec) -> float | No
     if (hops_a - hops_b) * (share_b - share_a) <= 0:
         return None
     return (hops_a - hops_b) * _alpha(link) * link.per_direction / (share_b - share_a)
+
+
+def fastest(op: str, nbytes: float, ranks: int, link: LinkSpec) -> str:
+    """The verb's algorithm that takes the fewest `seconds`, the first named of equals, without "two_level".
+
+    So NCCL chooses, which predicts each of its own from tables of latencies and bandwidths (src/graph/tuning.cc). Here
+    the α of messages to one rank overlap, so that "naive" wins short ones; it would not where a rank has work to do for
+    each (the o of LogP, Culler et al., PPoPP 1993). Raises ValueError like `seconds`, and on a link without `alpha`.
+    """
+    _alpha(link)
+    known(op)
+    return min((name for name in ALGORITHMS[op] if (op, name) in _FORMS),
+               key=lambda name: seconds(op, name, nbytes, ranks, link))
 
 
 def algbw(op: str, nbytes: float, ranks: int, seconds: float) -> float:
