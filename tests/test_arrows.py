@@ -1,6 +1,7 @@
 """The house keeps its rules, read from the source: which room imports which, who moves tensors, what is not loaded."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import shardlab
+from shardlab.comm import algorithms as algorithms_of_comm
+from shardlab.comm import shared
+from shardlab.comm.algorithms import TABLE
+from shardlab.cost.messages import ALGORITHMS, SHARED, messages
 
 SRC = Path(shardlab.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
@@ -123,6 +128,14 @@ def test_the_file_keeps_the_rules(path):
 def test_every_room_has_its_arrows():
     assert {room_of(path) for path in FILES} <= set(ARROWS)
     assert {"specs", "schedule", "cost", "comm", "model", "parallel", "show"} <= {room_of(path) for path in FILES}
+
+
+def test_every_algorithm_of_comm_has_its_messages_in_cost_and_the_reverse():
+    assert {verb: tuple(algorithms) for verb, algorithms in TABLE.items()} == ALGORITHMS
+    assert {verb for verb in TABLE if hasattr(shared, verb)} == set(SHARED)
+    for verb, algorithms in TABLE.items():
+        assert all(messages(verb, name, 8, 4, 4, per_node=2) for name in algorithms)
+        assert re.search(rf"`{verb}` +\\| {', '.join(algorithms)} +\\|", algorithms_of_comm.__doc__)
 
 
 @pytest.mark.parametrize(("file", "source", "wrong"), [
