@@ -30,9 +30,13 @@ LOW = -1.9  # where the second node stands
 
 
 def verbs(group) -> dict[str, tuple[list[int], list[int]]]:
-    """What a rank has before and after each verb, a number a piece: its bit r says that rank r's data are in it."""
+    """What a rank has before and after each verb, a number a piece: its bit r says that rank r's data are in it.
+
+    Above those bits it has the piece's index, as often as ranks have been added up.
+    """
     r, none = group.rank(), torch.empty(0, dtype=torch.long)
-    whole, own = torch.full((RANKS,), 1 << r), torch.full((1,), 1 << r)
+    whole = (1 << r) + (torch.arange(RANKS) << RANKS)
+    own = whole[r : r + 1]
     at_root = whole if r == 0 else None
     added = comm.reduce(whole.clone(), 0)
     told = {"broadcast": (at_root, comm.broadcast(whole.clone(), 0)), "reduce": (whole, added if r == 0 else none),
@@ -69,7 +73,10 @@ def collective_verbs() -> Picture:
 
 
 def pieces(axes: Axes, x: float, rank: int, held: list[int]) -> None:
-    """A rank's column: a single piece stands where that rank's piece is; a sum has a stripe for each rank in it."""
+    """A rank's column: a single piece stands where that rank's piece is; a sum has a stripe for each rank in it.
+
+    A piece of one rank's says whose and which: b2.
+    """
     axes.add_patch(Rectangle((x, -RANKS), 0.86, RANKS, facecolor=PALE))
     for i, bits in enumerate(held, start=rank if len(held) == 1 else 0):
         whose = [r for r in range(RANKS) if bits >> r & 1]
@@ -77,8 +84,8 @@ def pieces(axes: Axes, x: float, rank: int, held: list[int]) -> None:
             axes.add_patch(Rectangle((x + 0.86 * n / len(whose), -i - 0.96), 0.86 / len(whose), 0.92,
                                      facecolor=LINES[r]))
         if len(whose) == 1:
-            axes.text(x + 0.43, -i - 0.52, f"{whose[0]}", fontsize=14, weight="bold", color=on(LINES[whose[0]]),
-                      ha="center", va="center_baseline")
+            axes.text(x + 0.43, -i - 0.52, f"{'abcd'[whose[0]]}{bits >> RANKS}", fontsize=14, weight="bold",
+                      color=on(LINES[whose[0]]), ha="center", va="center_baseline")
 
 
 def ring_steps() -> Picture:
