@@ -84,7 +84,7 @@ def pieces(axes: Axes, x: float, rank: int, held: list[int]) -> None:
             axes.add_patch(Rectangle((x + 0.86 * n / len(whose), -i - 0.96), 0.86 / len(whose), 0.92,
                                      facecolor=LINES[r]))
         if len(whose) == 1:
-            axes.text(x + 0.43, -i - 0.52, f"{'abcd'[whose[0]]}{bits >> RANKS}", fontsize=14, weight="bold",
+            axes.text(x + 0.43, -i - 0.52, f"{'abcd'[whose[0]]}{bits >> RANKS}", fontsize=13, weight="bold",
                       color=on(LINES[whose[0]]), ha="center", va="center_baseline")
 
 
