@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from numbers import Integral
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -48,15 +49,26 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def group_of(group) -> dist.ProcessGroup:
-    """`group`, or the group of all ranks for None. Raises ValueError outside of ranks."""
-    if group is None and not dist.is_initialized():
+    """`group`, or the group of all ranks for None.
+
+    Raises ValueError outside of ranks and on a group that this rank is not in, TypeError on what is no group.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} is not in this group, so it has no part in what the group does: "
+                         "let only members call it")
+    if group is not None:
+        raise TypeError(f"group must be a process group, or None for all ranks, not {group!r}; of a DeviceMesh take "
+                        "mesh.get_group(axis)")
+    if not dist.is_initialized():
         raise ValueError("no process group here: run this function on ranks, with launch(fn, 4) from shardlab.launch")
-    return group or dist.distributed_c10d._get_default_group()
+    return dist.distributed_c10d._get_default_group()
 
 
 def number_of(rank: int, group, what: str) -> int:
     """The number in the group of global rank `rank`. Raises ValueError if it is no member."""
     ranks = members(group_of(group)).ranks
-    if rank not in ranks:
-        raise ValueError(f"cannot {what} rank {rank}: the group has ranks {list(ranks)}")
-    return ranks.index(rank)
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or rank not in ranks:
+        raise ValueError(f"cannot {what} rank {rank!r}: the group has ranks {list(ranks)}")
+    return ranks.index(int(rank))

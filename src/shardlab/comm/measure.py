@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..specs.check import whole
 from .groups import group_of, members
 from .ops import barrier, broadcast
 from .p2p import recv, send
@@ -18,9 +19,10 @@ def half_round_trips(group, sizes: Sequence[int], repeats: int = 5) -> list[tupl
     The shortest of `repeats`, after one that is not counted, since what disturbs a message only adds to its time. All
     ranks must call it, and all get the same. Raises ValueError on a group of one rank, and on sizes below 1 byte.
     """
-    group = group_of(group)
-    if group.size() < 2 or min(sizes, default=1) < 1:
-        raise ValueError(f"messages of {list(sizes)} B among {group.size()} ranks: take two and one byte at least")
+    group, sizes = group_of(group), [whole("a size in bytes", size) for size in sizes]
+    whole("repeats", repeats)
+    if group.size() < 2:
+        raise ValueError("a message needs two ranks, and the group has one")
     seconds = torch.zeros(len(sizes), dtype=torch.float64)
     first, second, *_ = members(group).ranks
     for i, size in enumerate(sizes):

@@ -51,7 +51,7 @@ class _Then:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            shm.meanwhile(work.wait) if isinstance(work, dist.Work) else work.wait()
         self._then()
 
 

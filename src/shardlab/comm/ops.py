@@ -13,9 +13,10 @@ import math
 
 import torch
 
+from ..specs import check
 from .groups import group_of, name_of, number_of
 from .made import COMBINE
-from .way import collective
+from .way import collective, refuse
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
@@ -33,11 +34,12 @@ def reduce(tensor: torch.Tensor, dst: int, op: str = "sum", group=None, async_op
 
     Raises ValueError as `all_reduce` does, and if `dst` is no member.
     """
+    operation = _known("reduce", op, tensor)
     root = number_of(dst, group, "reduce to")
     mine = group_of(group).rank() == root
     return collective("reduce", tensor if mine else tensor.clone(), group, async_op, combines=True,
                       back=tensor if mine else None, gives=None if mine else tensor, detail=f"({op}) to rank {dst}",
-                      op=_known("reduce", op, tensor), root=root)
+                      op=operation, root=root)
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
@@ -56,6 +58,7 @@ def all_gather(tensor: torch.Tensor, group=None, async_op: bool = False):
 
     A zero-dimensional tensor gives shape (p,). Raises ValueError on a tensor that autograd tracks.
     """
+    refuse("all_gather", tensor)
     return collective("all_gather", tensor, group, async_op, shape=_joined(tensor, group_of(group).size()))
 
 
@@ -67,6 +70,7 @@ def all_to_all(tensor: torch.Tensor, input_split_sizes: list[int] | None = None,
     each rank), and then `output_split_sizes` must say how many rows come from each. Raises ValueError where dim 0 does
     not divide, on sizes that do not add up, and on a tensor that autograd tracks.
     """
+    refuse("all_to_all", tensor)
     p = group_of(group).size()
     if input_split_sizes is None and output_split_sizes is None:
         _rows("all_to_all", tensor, p)
@@ -93,6 +97,7 @@ def gather(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False):
 
     Raises ValueError if `dst` is no member, or on a tensor that autograd tracks.
     """
+    refuse("gather", tensor)
     root = number_of(dst, group, "gather to")
     rows = group_of(group).size() if group_of(group).rank() == root else 0
     return collective("gather", tensor, group, async_op, detail=f" to rank {dst}", root=root,
@@ -104,6 +109,9 @@ def scatter(tensor: torch.Tensor, whole: torch.Tensor | None = None, src: int = 
 
     Raises ValueError where `whole` is given elsewhere, or missing there, or of another shape or dtype.
     """
+    refuse("scatter", tensor)
+    if whole is not None:
+        refuse("scatter", whole)
     root, p = number_of(src, group, "scatter from"), group_of(group).size()
     here = group_of(group).rank() == root
     if here != (whole is not None):
@@ -123,6 +131,7 @@ def barrier(group=None) -> None:
 
 def _known(verb: str, op: str, tensor: torch.Tensor) -> str:
     """`op`, or the one that does the same to bools seen as bytes. Raises ValueError on one that there is not."""
+    refuse(verb, tensor)
     if op not in COMBINE:
         raise ValueError(f"{verb} has no op {op!r}; use one of {', '.join(COMBINE)}")
     return {"sum": "max", "product": "min"}.get(op, op) if tensor.dtype == torch.bool else op
@@ -130,6 +139,7 @@ def _known(verb: str, op: str, tensor: torch.Tensor) -> str:
 
 def _rows(verb: str, tensor: torch.Tensor, p: int) -> None:
     """Raise ValueError where dim 0 does not divide over `p` ranks."""
+    refuse(verb, tensor)
     if tensor.dim() == 0 or tensor.shape[0] % p:
         raise ValueError(f"{verb} splits dim 0 of {tuple(tensor.shape)} over {p} ranks: pad it to {p} × n")
 
@@ -143,7 +153,7 @@ def _sizes(name: str, sizes: list[int] | None, p: int) -> list[int]:
     """The split sizes as whole numbers. Raises ValueError unless they are `p` numbers of rows."""
     if sizes is None:
         raise ValueError(f"{name} is missing: say how many rows go to each rank, and how many come from each")
-    sizes = [int(size) for size in sizes]
-    if len(sizes) != p or min(sizes) < 0:
+    sizes = [check.whole(f"each of {name}", size, least=0) for size in sizes]
+    if len(sizes) != p:
         raise ValueError(f"{name} = {sizes}: give {p} numbers of rows, one for each rank")
     return sizes

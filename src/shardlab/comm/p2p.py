@@ -18,7 +18,7 @@ from . import message
 from .groups import group_of, members, name_of, number_of
 from .mark import Mark
 from .settings import now
-from .way import Handle, check_topology, flat_bytes, refuse_expanded, refuse_tracked, stages, written
+from .way import Handle, check_topology, flat_bytes, refuse, refuse_unwritable, stages, written
 
 VERBS = {"isend": ("send", "to"), "irecv": ("recv", "from")}
 
@@ -108,5 +108,5 @@ def _check(op: P2POp, group: dist.ProcessGroup) -> None:
     number_of(op.peer, group, f"{verb} {word}".replace("recv", "receive"))
     if op.peer == dist.get_rank():
         raise ValueError(f"rank {op.peer} can't {verb} {word} itself: copy the tensor")
-    refuse_tracked(verb, op.tensor)
-    refuse_expanded(verb, op.tensor if verb == "recv" else None)
+    refuse(verb, op.tensor)
+    refuse_unwritable(verb, op.tensor if verb == "recv" else None)

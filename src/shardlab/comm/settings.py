@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..specs import Topology
+from ..specs.check import flag
 from . import shm
 from .algorithms import names
 
@@ -46,7 +47,9 @@ def use(algorithm: str | None = None, *, transport: str | None = None, topology:
 
     A verb that has no algorithm of that name takes its only one. Under a topology every collective is made of messages,
     rings where none is named: what happens inside the backend's own can't be slowed. All ranks must use the same
-    settings. Raises ValueError on an unknown algorithm or transport, and where ranks share no memory.
+    settings. They hold for the whole process, autograd's threads included: enter from one thread.
+
+    Raises ValueError on an unknown algorithm or transport, and where ranks share no memory.
     """
     known = [BACKEND, *names()]
     if algorithm is not None and algorithm not in known:
@@ -55,6 +58,8 @@ def use(algorithm: str | None = None, *, transport: str | None = None, topology:
         raise ValueError(f"no transport {transport!r}; use 'shm', or 'backend' for gloo's or NCCL's own")
     if topology is not None and not isinstance(topology, Topology):
         raise TypeError(f"topology must be a specs.Topology, not {topology!r}")
+    if debug is not None:
+        flag("debug", debug)
     if transport == "shm":
         shm.here()  # says why, where there is none
     given: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "topology": topology, "debug": debug}

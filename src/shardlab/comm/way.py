@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from . import backend, made, shared
+from . import backend, made, shared, shm
 from .algorithms import pick
 from .groups import group_of, members
 from .mark import Mark
@@ -34,7 +34,7 @@ class Handle:
         if self._work is not None:
             self._mark.enter()
             try:
-                self._work.wait()
+                shm.meanwhile(self._work.wait) if isinstance(self._work, dist.Work) else self._work.wait()
             except Exception:
                 self._mark.drop()
                 raise
@@ -60,16 +60,17 @@ def collective(verb: str, tensor: torch.Tensor | None, group, async_op: bool, *,
     `handed`: what the ledger counts, if not `tensor`. `common`: what is the same on all ranks, if its shape is not.
     `how`: what the verb's functions in backend, made and shared take besides.
     """
-    refuse_tracked(verb, tensor)
-    refuse_expanded(verb, back)
+    if verb != "barrier":
+        refuse(verb, tensor)
+    refuse_unwritable(verb, back)
     group, settings = group_of(group), now()
     mark = Mark(verb, handed if handed is not None else tensor, group, detail, common)
     mark.enter()
     try:
         algorithm, transport, staged = _way(verb, tensor, group, settings)
         mark.goes(algorithm, transport, staged)
-        if algorithm != "shared":
-            _agree(mark.agreed, group, settings, how.get("given", ()), how.get("taken", ()))
+        said = f"{mark.agreed}, {algorithm or 'its own'} by {transport}"
+        _agree(said, group, settings, how.get("given", ()), how.get("taken", ()))
         with torch.no_grad():
             how = {name: _flat(value, combines, staged) if torch.is_tensor(value) else value
                    for name, value in how.items()}
@@ -136,7 +137,8 @@ def check_topology(settings: Settings) -> Callable[[int], int]:
         return lambda rank: 0
     if settings.topology.ranks != dist.get_world_size():
         t = settings.topology
-        raise ValueError(f"a topology of {t.nodes} × {t.per_node} = {t.ranks} ranks for {dist.get_world_size()} ranks")
+        raise ValueError(f"a topology of {t.nodes} × {t.per_node} = {t.ranks} ranks for {dist.get_world_size()}: "
+                         "make them equal")
     return settings.topology.node
 
 
@@ -171,7 +173,8 @@ def written(flat: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     if flat.data_ptr() != back.data_ptr() or back.device != flat.device:
         with torch.no_grad():
             back.copy_(flat.view(back.dtype).view(back.shape))
-    torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
+    if not back.is_inference():
+        torch.autograd.graph.increment_version(back)  # so that a backward which needs the old values says so
     return back
 
 
@@ -181,7 +184,7 @@ def _agree(text: str, group: dist.ProcessGroup, settings: Settings, given: Seque
     if not settings.debug:
         return
     said: list = [None] * group.size()
-    dist.all_gather_object(said, (text, given, taken), group)
+    shm.meanwhile(lambda: dist.all_gather_object(said, (text, given, taken), group))
     ranks = members(group).ranks
     disagree(dict(zip(ranks, [each for each, _, _ in said], strict=True)))
     for src, (_, given, _) in zip(ranks, said, strict=True):
@@ -198,16 +201,28 @@ def disagree(said: dict[int, str]) -> None:
         raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
 
 
-def refuse_expanded(verb: str, back: torch.Tensor | None) -> None:
-    """Raise ValueError where the result would be written to a tensor of which several elements are one in memory."""
-    if back is not None and not back.is_contiguous() and \
-            any(size > 1 and not stride for size, stride in zip(back.shape, back.stride(), strict=True)):
+def refuse_unwritable(verb: str, back: torch.Tensor | None) -> None:
+    """Raise ValueError where the result can't be written to the tensor: several of its elements are one in memory, or
+    it was made in inference mode and this is outside."""
+    if back is None:
+        return
+    if not back.is_contiguous() and any(size > 1 and not stride
+                                        for size, stride in zip(back.shape, back.stride(), strict=True)):
         raise ValueError(f"{verb} writes into its tensor, and that of {tuple(back.shape)} is expanded, with strides "
                          f"{back.stride()}: clone() it first")
+    if back.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{verb} writes into its tensor, which was made in inference mode and can't be changed "
+                         "outside of it: clone() it first")
 
 
-def refuse_tracked(verb: str, tensor: torch.Tensor | None) -> None:
-    """Raise ValueError where the verb would cut a tensor out of autograd's graph without a word."""
-    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+def refuse(verb: str, tensor: object) -> None:
+    """Raise TypeError on what is no tensor; ValueError on one without values in rows, and where the verb would cut it
+    out of autograd's graph without a word."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{verb} takes a tensor, not {type(tensor).__name__}: torch.as_tensor makes one")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        what = "on the meta device" if tensor.device.type == "meta" else f"laid out as {tensor.layout}"
+        raise ValueError(f"{verb} moves the values of a dense tensor, and this one is {what}")
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{verb} on a tensor that autograd tracks would drop its gradient: "
                          "use comm.regions, or detach() it first")

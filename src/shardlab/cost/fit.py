@@ -35,7 +35,7 @@ def fit(samples: Iterable[tuple[float, float]]) -> Fit:
     """
     points = [(float(nbytes), number("seconds", seconds)) for nbytes, seconds in samples]
     sizes = sorted({nbytes for nbytes, _ in points})
-    if len(sizes) < 2 or sizes[0] < 0:
+    if len(sizes) < 2 or not all(0 <= nbytes < float("inf") for nbytes in sizes):
         raise ValueError(f"α and β take messages of two sizes at least, not of {sizes} bytes: measure more sizes")
     # (α + n/β)/t should be 1: columns u = 1/t and v = n/t, and the normal equations of α u + (1/β) v = 1
     u, v = [1 / t for _, t in points], [n / t for n, t in points]

@@ -216,6 +216,7 @@ def _call(payload: bytes, limit: Limit | None, topology: Topology | None) -> byt
     fn, args, kwargs = cloudpickle.loads(payload)
     with limit or nullcontext(), use(topology=topology):
         result = fn(dist.group.WORLD, *args, **kwargs)
+        shm.settle()
     try:
         return cloudpickle.dumps(result)
     except Exception as error:

@@ -142,6 +142,7 @@ class Ranks:
         results = [None] * world
         with limit or nullcontext(), use(topology=self.topology):
             result = fn(dist.group.WORLD, *args, **kwargs)
+            shm.settle()
         dist.all_gather_object(results, result)
         return results
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+
 
 def whole(name: str, value: object, least: int = 1) -> int:
     """`value` if it is a whole number of at least `least`; ValueError naming both if not (True is not a 1)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:  # numpy's among them
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value
+    return int(value)
 
 
 def number(name: str, value: object) -> float:
     """`value` as a float if it is a finite number above 0; ValueError naming both if not."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise ValueError(f"{name} must be a number above 0, not {value!r}")
     return float(value)
 

@@ -10,6 +10,7 @@ finds its end by `here()`; one a process, since a rank is a process. Semantics a
 One thread of a rank at a time.
 """
 
+import threading
 from collections.abc import Callable
 
 from . import semaphore
@@ -17,7 +18,8 @@ from .segment import Segment
 from .shared import Shared
 
 MOST = 32  # ranks
-__all__ = ["MOST", "Segment", "Shared", "attempt", "here", "join"]
+GRACE = 1.0  # seconds that messages get which nobody waits for
+__all__ = ["MOST", "Segment", "Shared", "attempt", "here", "join", "meanwhile", "settle"]
 
 
 def attempt(make: Callable[[int], Segment], ranks: int) -> tuple[Segment | None, str]:
@@ -47,3 +49,34 @@ def here() -> Shared:
         raise ValueError(f"no shared memory between ranks here: {_missing}. Use the backend: "
                          "comm.use(transport='backend')")
     return _shared
+
+
+def meanwhile(wait: Callable[[], object]) -> None:
+    """Call `wait`, which waits for something else, and move the messages that are under way here until it is over."""
+    if _shared is None or not _shared.moving:
+        wait()
+        return
+    errors: list[BaseException] = []
+
+    def waiting() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=waiting, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        _shared.advance()
+        thread.join(1e-4)
+    if errors:
+        raise errors[0]
+
+
+def settle() -> None:
+    """Called by the launcher when a rank's function has returned: whatever it has begun here must come to an end.
+
+    Raises RuntimeError where a message is neither taken nor come within a second: it would turn up in the next run.
+    """
+    if _shared is not None and _shared.moving:
+        _shared.settle(GRACE)

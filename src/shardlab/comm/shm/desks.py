@@ -8,14 +8,17 @@ one of its readers is, nothing is overwritten that has yet to be read.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from .semaphore import Semaphore
 from .waiting import Waiting
 
 SLOTS = 2
 NOTE = 512  # bytes in which the owner of a slot says what it is about to do
+HEAD = struct.Struct("<Q16sH")  # a note's: chunks that the group had moved, digest of the whole text, bytes of it here
 
 Stage = Callable[[int, int], None]  # stage(chunk, slot)
 
@@ -29,6 +32,10 @@ class Desk:
     read: tuple[Semaphore, ...]
 
 
+class Disagreement(ValueError):
+    """The ranks do not do the same. All of them have been told, so they are in step for what comes next."""
+
+
 class Desks:
     """The desks of all ranks, as `rank` uses them. By meet(a, b) rank a tells rank b that it is at a barrier."""
 
@@ -38,6 +45,7 @@ class Desks:
         self._told = [meet(other, rank) for other in range(len(desks))]
         self.size = desks[rank].size
         self._used: dict[tuple[int, ...], int] = {}  # chunks that a group has moved: its members agree on the next slot
+        self._broken = ""  # what has put this rank out of step
         self._readers = [0] * SLOTS  # of each own slot: how many have yet to say that they are done
 
     def at(self, rank: int, slot: int) -> int:
@@ -50,15 +58,28 @@ class Desks:
         Each stage is a step behind the one before it, and between two steps is a barrier: what one stage has laid on a
         desk, the next finds there. What the third reads, the first must leave alone, two chunks on in the same slot.
 
-        Raises ValueError on every rank alike where their texts differ.
+        Raises ValueError on every rank alike where their texts differ, and RuntimeError once anything else has been
+        raised in here: this rank is then out of step with the others, which may be waiting for it.
         """
+        if self._broken:
+            raise RuntimeError(f"this rank is out of step with the others in shared memory since {self._broken}: start "
+                               "new ranks, or use the backend")
+        try:
+            self._pass(ranks, text, chunks, stages)
+        except Disagreement:
+            raise
+        except BaseException as error:
+            self._broken = f"{text}, where {type(error).__name__} was raised"
+            raise
+
+    def _pass(self, ranks: tuple[int, ...], text: str, chunks: int, stages: Sequence[Stage]) -> None:
         used = self._used.get(ranks, 0)
         steps = chunks + len(stages) - 1
         for step in range(steps):
             if step < chunks:
                 self._collect((used + step) % SLOTS, text)
             if step == 0:
-                note = self._write(used % SLOTS, text)
+                note = self._write(used, text)
             for behind, stage in enumerate(stages):
                 if 0 <= step - behind < chunks:
                     stage(step - behind, (used + step - behind) % SLOTS)
@@ -92,10 +113,12 @@ class Desks:
             self._waiting.acquire(self._told[source], f"rank {source} in {text}")
             distance *= 2
 
-    def _write(self, slot: int, text: str) -> bytes:
-        data = text.encode()[: NOTE - 2]
-        note = len(data).to_bytes(2, "little") + data
-        ctypes.memmove(self.at(self.rank, slot) + self.size, note, len(note))
+    def _write(self, used: int, text: str) -> bytes:
+        """Lay down the note: which of the group's chunks this is, so that no old note passes for it, and the text."""
+        data = text.encode()
+        note = HEAD.pack(used, blake2b(data, digest_size=16).digest(), len(data[: NOTE - HEAD.size]))
+        note += data[: NOTE - HEAD.size]
+        ctypes.memmove(self.at(self.rank, used % SLOTS) + self.size, note, len(note))
         return note
 
     def _compare(self, ranks: tuple[int, ...], used: int, note: bytes) -> None:
@@ -105,6 +128,9 @@ class Desks:
             return
         said = [ctypes.string_at(at, NOTE) for at in notes]
         self._release(ranks, used + 1)
-        lines = [f"  rank {rank}: {data[2 : 2 + int.from_bytes(data[:2], 'little')].decode(errors='replace')}"
-                 for rank, data in zip(ranks, said, strict=True)]
-        raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+        lines = []
+        for rank, data in zip(ranks, said, strict=True):
+            number, _, length = HEAD.unpack_from(data)
+            words = data[HEAD.size : HEAD.size + length].decode(errors="replace")
+            lines.append(f"  rank {rank}: {words}" + (f", at chunk {number} and not {used}" if number != used else ""))
+        raise Disagreement("the ranks disagree on the collective they enter:\n" + "\n".join(lines))

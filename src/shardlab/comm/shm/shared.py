@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -22,11 +23,32 @@ class Shared:
     """
 
     def __init__(self, segment: Segment, rank: int, timeout: float):
+        self.rank = rank
         self._waiting = Waiting(rank, segment.bells, timeout)
         ranks = range(len(segment.desks))
         self._outgoing = [Outgoing(self._waiting, segment.channel(rank, other)) for other in ranks]
         self._incoming = [Incoming(self._waiting, segment.channel(other, rank)) for other in ranks]
         self._direct = Direct(Desks(self._waiting, rank, segment.desks, segment.meet), segment.view)
+
+    @property
+    def moving(self) -> bool:
+        """Whether messages are under way, which move only while this rank waits, or by `advance`."""
+        return bool(self._waiting.moving)
+
+    def advance(self) -> None:
+        """Move what can be moved now."""
+        self._waiting.advance()
+
+    def settle(self, seconds: float) -> None:
+        """Move what is under way for so long at most. RuntimeError where something then still is, saying what."""
+        end = time.monotonic() + seconds
+        while self.moving and time.monotonic() < end:
+            self.advance()
+            time.sleep(1e-4)
+        if self.moving:
+            waits = "; ".join(f"for {each} its message" for each in self._waiting.moving)
+            raise RuntimeError(f"the function has returned while rank {self.rank} waits {waits}: wait() for "
+                               "each handle")
 
     def isend(self, x: torch.Tensor, dst: int, text: str) -> Pending:
         """Begin to send `x`. Its `wait()` returns when the receiver has taken all of it."""
