@@ -98,7 +98,7 @@ def of_another_size(group):
     if group.rank() == 0:
         with comm.use(topology=nodes(2, 2)):
             for verb in (lambda: comm.all_reduce(torch.ones(1)), comm.barrier, lambda: comm.send(torch.ones(1), 1)):
-                with pytest.raises(ValueError, match="a topology of 2 × 2 = 4 ranks for 2 ranks"):
+                with pytest.raises(ValueError, match="a topology of 2 × 2 = 4 ranks for 2: make them equal"):
                     verb()
                 out.append(True)
     return out
