@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_ranks_in_several_groups_do_not_disturb_each_other(pool, desk):
             into.add_(other)
 
         for i in range(200):
-            members, n = dice.choice(groups), dice.choice([0, 3, 500, 9000])
+            members, n, again = dice.choice(groups), dice.choice([0, 3, 500, 9000]), dice.random() < 0.5
             if r not in members:
                 continue
             x = values(r + i, n)
@@ -142,6 +143,8 @@ def test_ranks_in_several_groups_do_not_disturb_each_other(pool, desk):
             here.all_gather(out, values(r + i, n), members, f"{i} too")
             if not torch.equal(out, torch.cat([values(q + i, n) for q in members])):
                 wrong.append((i, members, n, "gather"))
+            if again:  # or all groups would always be at the same slot
+                here.barrier(members, f"{i} again")
         here._direct._desks.size, direct.SMALL = before
         return wrong
 
@@ -261,6 +264,32 @@ def test_nobody_sleeps_through_a_message(pool):
         assert r.run(step) == [None] * 4
 
 
+def test_a_ring_taken_along_with_another_is_not_slept_through(monkeypatch):
+    """A message comes after it was looked for, and its ring goes with one that had come before."""
+    memory = shm.Segment.anonymous(2)
+    waits = waiting.Waiting(0, memory.bells, limit=60)
+    early, late = memory.meet(1, 0), memory.meet(0, 1)
+    monkeypatch.setattr(waiting, "LOOKING", 0.0)
+    monkeypatch.setattr(waiting, "SLICE", 3.0)
+
+    class End:
+        looks = taken = 0
+
+        def advance(self):
+            self.looks += 1
+            self.taken += waits.take(late)
+            if self.looks == 1:
+                early.post()  # of which the ring has woken this rank
+                waits.post(late, 0)
+                assert waits.take(early)
+
+    end = End()
+    waits.moving[end] = None
+    start = time.monotonic()
+    waits.until(lambda: end.taken == 1, "late")
+    assert time.monotonic() - start < 2 and not memory.bells[0].take()
+
+
 def test_a_message_that_is_not_the_one_expected_is_named_and_the_next_ones_come(pool):
     def step(group):
         here, n, said = shm.here(), 200_000, []
@@ -283,19 +312,22 @@ def test_a_message_that_is_not_the_one_expected_is_named_and_the_next_ones_come(
     assert last == values(3, 5).tolist()
 
 
-def test_a_tensor_that_is_sent_may_be_dropped(pool):
+def test_a_tensor_that_is_sent_may_be_dropped_and_its_handle_too(pool):
     def step(group):
         if group.rank() == 0:
-            pending = shm.here().isend(values(0, 500_000), 1, "m")
-            rest = [torch.full((500_000,), -7) for _ in range(4)]  # would take the place of the one that is sent
-            pending.wait()
-            return len(rest)
-        time.sleep(0.1)
+            x = values(0, 500_000)
+            alive = weakref.ref(x)
+            shm.here().isend(x, 1, "m")
+            del x
+            before = alive() is not None
+            shm.here().barrier((0, 1), "barrier")  # rank 1 comes when it has all of it
+            return before, alive() is None
         x = torch.empty(500_000, dtype=torch.int64)
         shm.here().irecv(x, 0, "m").wait()
+        shm.here().barrier((0, 1), "barrier")
         return torch.equal(x, values(0, 500_000))
 
-    assert pool(2).run(step) == [4, True]
+    assert pool(2).run(step) == [(True, True), True]
 
 
 # waits
@@ -373,7 +405,8 @@ def test_ranks_that_share_no_memory_are_told_why(monkeypatch):
 
     assert shm.attempt(refuse, 2)[1] == "the system refuses it: [Errno 12] Cannot allocate memory"
     monkeypatch.setattr(semaphore, "MISSING", "darwin has no unnamed POSIX semaphores")
-    monkeypatch.setattr(shm, "_missing", shm.attempt(shm.Segment.anonymous, 2)[1])
+    monkeypatch.setattr(shm, "_missing", "")  # put back afterwards
+    shm.join(0, 1.0, *shm.attempt(shm.Segment.anonymous, 2))
     with pytest.raises(ValueError) as raised:
         shm.here()
     assert str(raised.value) == ("no shared memory between ranks here: darwin has no unnamed POSIX semaphores. "
