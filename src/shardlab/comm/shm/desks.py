@@ -32,7 +32,7 @@ class Desk:
     read: tuple[Semaphore, ...]
 
 
-class Disagreement(ValueError):
+class _Disagree(Exception):
     """The ranks do not do the same. All of them have been told, so they are in step for what comes next."""
 
 
@@ -66,8 +66,8 @@ class Desks:
                                "new ranks, or use the backend")
         try:
             self._pass(ranks, text, chunks, stages)
-        except Disagreement:
-            raise
+        except _Disagree as error:
+            raise ValueError(*error.args) from None
         except BaseException as error:
             self._broken = f"{text}, where {type(error).__name__} was raised"
             raise
@@ -133,4 +133,4 @@ class Desks:
             number, _, length = HEAD.unpack_from(data)
             words = data[HEAD.size : HEAD.size + length].decode(errors="replace")
             lines.append(f"  rank {rank}: {words}" + (f", at chunk {number} and not {used}" if number != used else ""))
-        raise Disagreement("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+        raise _Disagree("the ranks disagree on the collective they enter:\n" + "\n".join(lines))

@@ -59,7 +59,7 @@ class Shared:
         return self._incoming[src].start(x, text)
 
     def all_reduce(self, x: torch.Tensor, combine: Combine, ranks: Sequence[int], text: str) -> int:
-        """Combine `x` over the ranks, in place, by combine(into, other)."""
+        """Combine `x` over the ranks, in place, by combine(into, other), in which a + b must be b + a."""
         return self._direct.all_reduce(x, combine, tuple(ranks), text)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, combine: Combine, ranks: Sequence[int],
