@@ -135,7 +135,7 @@ def test_every_algorithm_of_comm_has_its_messages_in_cost_and_the_reverse():
     assert {verb for verb in TABLE if hasattr(shared, verb)} == set(SHARED)
     for verb, algorithms in TABLE.items():
         assert all(messages(verb, name, 8, 4, 4, per_node=2) for name in algorithms)
-        assert re.search(rf"`{verb}` +\\| {', '.join(algorithms)} +\\|", algorithms_of_comm.__doc__)
+        assert re.search(rf"`{verb}` +\| {', '.join(algorithms)} +\|", algorithms_of_comm.__doc__)
 
 
 @pytest.mark.parametrize(("file", "source", "wrong"), [

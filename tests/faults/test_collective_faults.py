@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardlab import comm
 from shardlab.comm import backend, made
+from shardlab.comm.algorithms import TABLE
 from shardlab.launch import RankError, RankExited, RankTimeout, launch
 from shardlab.specs import LinkSpec, Topology
 
@@ -181,6 +182,52 @@ def test_a_message_of_another_dtype_or_shape_is_refused_by_its_receiver(pool, ho
 
     sent, text = pool(2).run(step)
     assert sent == [1, 1, 1] and "float32 (3,), tag 0" in text and words in text
+
+
+def under_way(group, how):
+    """Rank 0 has a send under way while both ranks add up, by messages of as many bytes."""
+    x, y = torch.tensor([5.0, 6.0]), torch.arange(4.0) + 10 * group.rank()
+    with comm.use(**how):
+        handle = comm.send(x, 1, group, async_op=True) if group.rank() == 0 else None
+        total = comm.all_reduce(y, group=group).tolist()
+        return total, (handle.wait() if handle else comm.recv(torch.zeros(2), 0, group)).tolist()
+
+
+@pytest.mark.parametrize("how", [gloo, shm, *(pytest.param({"algorithm": name}, id=name)
+                                              for name in TABLE["all_reduce"])])
+def test_a_message_under_way_is_not_taken_for_one_of_a_collective(pool, how):
+    assert pool(2).run(under_way, how) == [([10, 12, 14, 16], [5, 6])] * 2
+
+
+@linux
+def test_through_shared_memory_it_is_refused_where_the_collective_is_made_of_messages():
+    error = failing(lambda group: under_way(group, {}), 2, algorithm="ring", transport="shm")
+    assert "rank 1 waits for all_reduce(sum) float32 (4,)" in str(error) and "float32 (2,), tag 0" in str(error)
+
+
+@pytest.mark.parametrize("how", [gloo, shm])
+def test_messages_of_two_groups_of_the_same_ranks_are_not_mixed_up(pool, how):
+    """gloo keeps them apart; shared memory has one order for a pair, and says so."""
+    def step(group):
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+        with comm.use(**how):
+            if group.rank() == 0:
+                for handle in [comm.send(torch.ones(2), 1, one, True), comm.send(torch.zeros(2), 1, two, True)]:
+                    handle.wait()
+                out = None
+            else:
+                got = torch.full((2, 2), 7.0)
+                out = [said(lambda: comm.recv(got[0], 0, two)), said(lambda: comm.recv(got[1], 0, one)), *got.tolist()]
+        comm.barrier(group)
+        for some in (one, two):
+            dist.destroy_process_group(some)
+        return out
+
+    *texts, zeros, ones = pool(2).run(step)[1]
+    if how == {}:
+        assert (texts, zeros, ones) == (["", ""], [0, 0], [1, 1])
+    else:
+        assert all(len(set(re.findall(r"tag 0, group \S+", text))) == 2 for text in texts) and zeros == ones == [7, 7]
 
 
 # C8, C1, C2: ranks that differ, in every verb

@@ -26,6 +26,7 @@ class Members(NamedTuple):
     rank: int
     backends: dict[str, str]
     where: str  # "on axis tp, ranks [0, 1]"
+    which: str  # ", group 3", by the name that tells it from others of the same ranks; "" for the group of all ranks
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
@@ -38,7 +39,8 @@ def members(group: dist.ProcessGroup) -> Members:
     except KeyError:
         ranks, axis = dist.get_process_group_ranks(group), axis_of(group)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        _known[group] = Members(tuple(ranks), axis, dist.get_rank(), backends, f"on axis {axis}, ranks {ranks}")
+        which = "" if axis == "world" else f", group {group.group_name}"
+        _known[group] = Members(tuple(ranks), axis, dist.get_rank(), backends, f"on axis {axis}, ranks {ranks}", which)
         return _known[group]
 
 

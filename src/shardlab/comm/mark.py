@@ -63,11 +63,11 @@ class Mark:
 
     def __init__(self, op: str, handed: torch.Tensor | None, group: dist.ProcessGroup, detail: str = "",
                  common: str = ""):
-        self.ranks, self.axis, rank, _, where = members(group)
+        self.ranks, self.axis, rank, _, where, which = members(group)
         shape = tuple(handed.shape) if handed is not None else ()
         dtype = name_of(handed.dtype) if handed is not None else ""
         self.text = f"{op}{detail} {dtype} {shape} {where}" if dtype else f"{op}{detail} {where}"
-        self.agreed = f"{op}{detail} {common} {where}" if common else self.text
+        self.agreed = (f"{op}{detail} {common} {where}" if common else self.text) + which
         self.entry = None
         if _open:
             payload = handed.nbytes if handed is not None else 0

@@ -55,8 +55,13 @@ class _Then:
         self._then()
 
 
-def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks: list[Mark]) -> list[Pending]:
-    """Start all the parts, which may depend on one another; a pending message for each, entered under its mark."""
+def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks: list[Mark],
+          tag: int) -> list[Pending]:
+    """Start all the parts, which may depend on one another; a pending message for each, entered under its mark.
+
+    Messages of one `tag` are in order. Of another are those within a collective, so that a single one may be under way
+    meanwhile (over gloo; NCCL has no tags, shared memory one order for all).
+    """
     started: list[Pending] = []
     by_backend: list[tuple[dist.P2POp, list]] = []
     for part, mark in zip(parts, marks, strict=True):
@@ -74,7 +79,7 @@ def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks
             if settings.debug or link:
                 frame = _framed if sends else _unframed
                 x, then = frame(part, x, src, dst, settings, then)
-            by_backend.append((dist.P2POp(getattr(dist, part.kind), x, part.peer, group), works))
+            by_backend.append((dist.P2POp(getattr(dist, part.kind), x, part.peer, group, tag), works))
         started.append(_Then(works, then))
     if any(op.tensor.is_cuda for op, _ in by_backend):  # NCCL would do them one after the other
         all_works = dist.batch_isend_irecv([op for op, _ in by_backend])
@@ -83,7 +88,7 @@ def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks
     else:
         # receives first: gloo's word that one is ready would wait behind the bytes that this rank sends the same way
         for op, works in sorted(by_backend, key=lambda each: each[0].op is dist.isend):
-            works.append(op.op(op.tensor, op.peer, op.group))
+            works.append(op.op(op.tensor, op.peer, op.group, op.tag))
     return started
 
 

@@ -78,7 +78,7 @@ def batch_isend_irecv(ops: Sequence[P2POp]) -> list[Handle]:
         own = members(group).backends.get(op.tensor.device.type, "gloo")
         staged = stages(op.tensor, own, settings, by_messages=True)
         mark.goes("", "shm" if message.in_memory(src, dst, settings) else own, staged)
-        what = f"{name_of(op.tensor.dtype)} {tuple(op.tensor.shape)}, tag {op.tag}"
+        what = f"{name_of(op.tensor.dtype)} {tuple(op.tensor.shape)}, tag {op.tag}{members(group).which}"
         marks.append(mark)
         parts.append(message.Part(op.op, flat_bytes(op.tensor, staged), op.peer, what, 0))
     together = "; ".join(mark.text for mark in marks)  # which of them stands still can depend on any other
@@ -86,7 +86,7 @@ def batch_isend_irecv(ops: Sequence[P2POp]) -> list[Handle]:
         mark.text = together
     marks[0].enter()
     try:
-        started = message.start(parts, group, settings, marks)
+        started = message.start(parts, group, settings, marks, 0)
     except Exception:
         for mark in marks:
             mark.drop()

@@ -59,7 +59,7 @@ class Peers:
         words = {"isend": "sending to", "irecv": "waiting for"}
         flight.enter(f"{self._mark.text}: {', '.join(f'{words[kind]} rank {peer}' for kind, _, peer in parts)}")
         started = message.start([message.Part(kind, x, peer, self._mark.agreed, self._offset(x))
-                                 for kind, x, peer in parts], self._group, self._settings, [self._mark] * len(parts))
+                                 for kind, x, peer in parts], self._group, self._settings, [self._mark] * len(parts), 1)
         for pending in reversed(started):
             pending.wait()
 

@@ -110,7 +110,7 @@ def _start(verb, flat, group, settings, mark, algorithm, transport, how):
 
 def _way(verb: str, tensor: torch.Tensor | None, group: dist.ProcessGroup, settings: Settings) -> tuple[str, str, bool]:
     """(algorithm, transport, whether staged through host memory): "" is the backend's own, "shared" shared memory's."""
-    ranks, _, _, backends, _ = members(group)
+    ranks, backends = members(group).ranks, members(group).backends
     own = backends.get(tensor.device.type if tensor is not None else "cpu") or next(iter(backends.values()))
     algorithm, transport = "", own
     place = check_topology(settings)
