@@ -164,10 +164,12 @@ def counted(case, number, entry, transport):
     q, nodes, itemsize = len(case.members), case.on_nodes(), getattr(torch, case.dtype).itemsize
     shape = dict(per_node=nodes[0] if case.algorithm == "two_level" else None, root=case.root,
                  splits=case.splits and [[rows * case.width for rows in row] for row in case.splits])
-    sent = [(case.members[m.src], case.members[m.dst], m.nbytes)
-            for sent in messages(case.verb, case.algorithm, case.rows * case.width, itemsize, q, **shape)
+    said = [m for sent in messages(case.verb, case.algorithm, case.rows * case.width, itemsize, q, **shape)
             for m in sent if m.src == number]
+    sent = [(case.members[m.src], case.members[m.dst], m.nbytes) for m in said]
     assert [(m.src, m.dst, m.nbytes) for m in entry.messages] == sent, case
+    if case.verb in ("all_reduce", "reduce", "broadcast", "all_to_all"):  # whose tensor here is the one there
+        assert [m.offset for m in entry.messages] == [m.offset for m in said], case
     assert entry.wire == wire(case.verb, case.algorithm, case.rows * case.width, itemsize, q, number, **shape), case
     assert case.algorithm == "shared" or entry.wire == sum(nbytes for _, _, nbytes in sent), case
     way = "gloo" if transport == "gloo" or len(nodes) == q > 1 else "shm" if len(nodes) == 1 else "gloo+shm"
