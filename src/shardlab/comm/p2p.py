@@ -51,8 +51,8 @@ def send(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False, tag
 def recv(tensor: torch.Tensor, src: int, group=None, async_op: bool = False, tag: int = 0):
     """Fill `tensor` with what global rank `src` sends, in place. Raises as `send` does.
 
-    In debug mode and through shared memory, raises ValueError where tag, shape or dtype are not what was sent. Otherwise
-    gloo looks at the bytes alone: it leaves the rest as it was where fewer have come, and ends the process where more.
+    In debug mode and through shared memory, raises ValueError where tag, shape or dtype are not what was sent. gloo
+    looks at the bytes alone: it leaves the rest as it was where fewer have come, and ends the process where more.
     """
     handle, = batch_isend_irecv([P2POp("irecv", tensor, src, group, tag)])
     return handle if async_op else handle.wait()
