@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from . import links, shm
+from . import headroom, links, shm
 
 if TYPE_CHECKING:
     from .mark import Mark
@@ -81,6 +81,8 @@ def start(parts: list[Part], group: dist.ProcessGroup, settings: Settings, marks
                 x, then = frame(part, x, src, dst, settings, then)
             by_backend.append((dist.P2POp(getattr(dist, part.kind), x, part.peer, group, tag), works))
         started.append(_Then(works, then))
+    if by_backend:
+        headroom.ask(marks[0].text)
     if any(op.tensor.is_cuda for op, _ in by_backend):  # NCCL would do them one after the other
         all_works = dist.batch_isend_irecv([op for op, _ in by_backend])
         for _, works in by_backend:

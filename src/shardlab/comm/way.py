@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from . import backend, made, shared, shm
+from . import backend, headroom, made, shared, shm
 from .algorithms import pick
 from .groups import group_of, members
 from .mark import Mark
@@ -96,6 +96,7 @@ def collective(verb: str, tensor: torch.Tensor | None, group, async_op: bool, *,
 def _start(verb, flat, group, settings, mark, algorithm, transport, how):
     """(work under way or None, result) by the backend's own, through shared memory, or by messages."""
     if not algorithm:
+        headroom.ask(verb)
         if "op" in how:
             backend.refuse(verb, flat, how["op"], transport)
         return getattr(backend, verb)(flat, group, **how)
