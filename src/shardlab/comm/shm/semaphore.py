@@ -45,6 +45,6 @@ class Semaphore:
 
     def take_within(self, seconds: float) -> bool:
         """The same, blocked for up to `seconds`; False sooner where a signal arrives."""
-        end = time.time() + seconds  # its deadline is one of the calendar clock
+        end = time.clock_gettime(time.CLOCK_REALTIME) + seconds  # its deadline is one of the calendar clock
         until = _Timespec(int(end), int(end % 1 * 1e9))
         return not _blocking.sem_timedwait(self._at, ctypes.byref(until))
