@@ -118,6 +118,7 @@ def refused_in_two_groups(group):
     both = [torch.distributed.new_group([0, 1]) for _ in range(2)]
     text = said(lambda: comm.batch_isend_irecv([comm.P2POp("isend", torch.ones(1), 1 - group.rank(), each)
                                                 for each in both]))
+    comm.barrier(group)  # or the first to destroy one cuts off the other, which is still connecting
     for each in both:
         torch.distributed.destroy_process_group(each)
     return text
