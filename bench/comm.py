@@ -1,7 +1,8 @@
 """Our collectives beside gloo's own, on the same tensors in one run: through shared memory, and as rings over gloo.
 
-Time of each ÷ time of gloo's own, ordinary tensors; medians over calls of the slowest rank, the ways taking turns. With
-more ranks than cores gloo's latency is the scheduler's. Below: what the machine copies, and what the ledger costs.
+Time of each ÷ time of gloo's own, ordinary tensors, the result in new memory with either; medians of the slowest rank,
+the ways taking turns, short calls several in a row. With more ranks than cores gloo's latency is the scheduler's.
+Below: what the machine copies, and what the ledger costs.
 
     python bench/comm.py [ranks …]        2 4 8 when left out
 """
@@ -21,7 +22,7 @@ from shardlab.comm.mark import Mark
 from shardlab.launch import launch
 from shardlab.specs.units import binary
 
-CALLS = {2**10: 40, 2**16: 30, 2**20: 12, 2**26: 4}  # bytes: how often each way is timed
+TIMED = {2**10: (9, 20), 2**16: (9, 20), 2**20: (9, 4), 2**26: (5, 1)}  # bytes: (times, calls in a row in each)
 WAYS = {"shm": {"transport": "shm"}, "ring": {"algorithm": "ring"}}
 TARGETS = {  # at most so much of gloo's time, for the sizes in bytes
     ("all_reduce", "shm"): {2**10: 0.3, 2**16: 0.3, 2**20: 0.3, 2**26: 0.4}, ("all_reduce", "ring"): {2**26: 1.1},
@@ -35,8 +36,8 @@ def calls(op: str, size: int, group) -> dict[str, Callable[[], object]]:
     p = group.size()
     whole, part = torch.ones(size // 4), torch.ones(size // 4 // p)
     gloo = {"all_reduce": lambda: dist.all_reduce(whole, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
-            "all_gather": lambda: dist.all_gather_single(whole, part, group=group)}[op]
+            "reduce_scatter": lambda: dist.reduce_scatter_single(torch.empty_like(part), whole, group=group),
+            "all_gather": lambda: dist.all_gather_single(torch.empty_like(whole), part, group=group)}[op]
     ours = {"all_reduce": lambda: comm.all_reduce(whole, group=group),
             "reduce_scatter": lambda: comm.reduce_scatter(whole, group=group),
             "all_gather": lambda: comm.all_gather(part, group)}[op]
@@ -51,15 +52,17 @@ def calls(op: str, size: int, group) -> dict[str, Callable[[], object]]:
 
 
 def measured(group, op: str, size: int) -> dict[str, float]:
-    """{way: seconds}: the median over calls of the slowest rank."""
+    """{way: seconds of a call}: the median of the slowest rank."""
     ways = calls(op, size, group)
-    times = torch.zeros(len(ways), CALLS[size])
-    for i in range(-1, CALLS[size]):  # the first round warms up
+    rounds, row_of = TIMED[size]
+    times = torch.zeros(len(ways), rounds)
+    for i in range(-1, rounds):  # the first round warms up
         for row, call in enumerate(ways.values()):
             dist.barrier(group)
             start = time.perf_counter()
-            call()
-            times[row, max(i, 0)] = time.perf_counter() - start
+            for _ in range(row_of):
+                call()
+            times[row, max(i, 0)] = (time.perf_counter() - start) / row_of
     dist.all_reduce(times, dist.ReduceOp.MAX, group)
     return dict(zip(ways, times.median(1).values.tolist(), strict=True))
 
@@ -107,7 +110,7 @@ def main(worlds: list[int]) -> None:
     missed = []
     for p in worlds:
         for op in ("all_reduce", "reduce_scatter", "all_gather"):
-            for size in CALLS:
+            for size in TIMED:
                 times = launch(measured, p, op, size, backend="gloo", timeout=300)[0]
                 cells = ""
                 for way in WAYS:
