@@ -18,7 +18,8 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 
 from ..specs import Topology
-from .rank import Failure, Setup, kill
+from .failure import Failure
+from .rank import Setup, kill
 from .report import Output, Report
 
 START_LIMIT = 120.0  # seconds until all ranks are in their process group; the first start imports torch

@@ -16,7 +16,6 @@ import faulthandler
 import gc
 import linecache
 import os
-import re
 import shutil
 import signal
 import socket
@@ -39,6 +38,7 @@ import torch.distributed as dist
 from ..card import Limit
 from ..comm import barrier, flight, links, shm, use
 from ..specs import Topology
+from .failure import Failure
 from .send import name_of
 
 MOST_RANKS = 200  # the pipes of all ranks travel in one message, which Linux limits to 253 file descriptors
@@ -70,18 +70,6 @@ class Setup:
     def file(self, rank: int, kind: str) -> Path:
         """Where `rank` keeps its 'out' (what it prints), 'flight' (last collective) or 'stack' (where it is)."""
         return self.folder / f"{rank}.{kind}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed: `kind` 'raised' or 'exited', a line, its traceback, and when by the host's monotonic clock."""
-
-    rank: int
-    kind: str
-    line: str
-    traceback: str
-    when: float
-    consequence: bool = False  # a lost connection: most likely another rank failed first
 
 
 def server() -> None:
@@ -229,33 +217,10 @@ def _report(rank: int, pipe: Connection, work: Callable[[], bytes]) -> None:
     body, failure = b"", None
     try:
         body = work()
-    except SystemExit as error:
-        failure = Failure(rank, "exited", f"called sys.exit({_words(error)})", _shown(error), time.monotonic())
     except BaseException as error:
-        line = f"raised {type(error).__qualname__}: {_words(error)}".splitlines()[0].rstrip(": ")
-        failure = Failure(rank, "raised", line, _shown(error), time.monotonic(), _lost_connection(line))
+        failure = Failure.of(rank, error)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(failure)
     if failure is None:
         pipe.send_bytes(body)
-
-
-def _words(error: BaseException) -> str:
-    """What the error says of itself, or that it can't."""
-    try:
-        return repr(error.code) if isinstance(error, SystemExit) else str(error)
-    except Exception as worse:
-        return f"(its own text raises {type(worse).__qualname__})"
-
-
-def _shown(error: BaseException) -> str:
-    """The traceback from the reader's own function on; empty if the error is ours."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
-
-
-def _lost_connection(line: str) -> bool:
-    return re.search(r"connection (closed|reset)|broken pipe|by peer|remote process", line, re.IGNORECASE) is not None

@@ -15,7 +15,8 @@ import torch
 
 from ..comm import flight
 from . import rank as rank_module
-from .rank import Failure, Setup
+from .failure import Failure
+from .rank import Setup
 
 SENDING = "Each waits for another to receive: start both messages before either is waited for, comm.batch_isend_irecv."
 HINT = "`with comm.use(debug=True):` around the collectives makes ranks that disagree on one say so."
