@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import headroom, links, shm
+from .disagreement import of_message
 
 if TYPE_CHECKING:
     from .mark import Mark
@@ -140,16 +141,11 @@ def _unframed(part: Part, x: torch.Tensor, src: int, dst: int, settings: Setting
     def finish() -> None:
         frame = framed[:FRAME].numpy().tobytes()
         due, nbytes, length = HEAD.unpack_from(frame)
-        check(part.text, len(x), frame[HEAD.size : HEAD.size + length].decode(errors="replace"), nbytes, src, dst)
+        sent = frame[HEAD.size : HEAD.size + length].decode(errors="replace")
+        if text := of_message(src, dst, (sent, nbytes), (part.text, len(x))):
+            raise ValueError(text)
         links.sleep_until(due)
         x.copy_(framed[FRAME : FRAME + len(x)])
         then()
 
     return framed, finish
-
-
-def check(expected: str, room: int, text: str, nbytes: int, src: int, dst: int) -> None:
-    """Raise ValueError where what rank `dst` expects, in `room` bytes, is not what rank `src` has sent."""
-    if (expected, room) != (text, nbytes):
-        raise ValueError(f"rank {dst} waits for {expected} ({room:,} B) from rank {src}, which has sent "
-                         f"{text} ({nbytes:,} B): both must send and receive in the same order")

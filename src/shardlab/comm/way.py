@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from . import backend, headroom, made, shared, shm
 from .algorithms import pick
+from .disagreement import of_ranks
 from .groups import group_of, members
 from .mark import Mark
 from .peers import Peers
@@ -187,19 +188,14 @@ def _agree(text: str, group: dist.ProcessGroup, settings: Settings, given: Seque
     said: list = [None] * group.size()
     shm.meanwhile(lambda: dist.all_gather_object(said, (text, given, taken), group))
     ranks = members(group).ranks
-    disagree(dict(zip(ranks, [each for each, _, _ in said], strict=True)))
+    texts = [each for each, _, _ in said]
+    if len(set(texts)) > 1:
+        raise ValueError(of_ranks(dict(zip(ranks, texts, strict=True))))
     for src, (_, given, _) in zip(ranks, said, strict=True):
         for dst, nbytes, (_, _, taken) in zip(ranks, given, said, strict=False):
             if nbytes != taken[ranks.index(src)]:
                 raise ValueError(f"rank {src} has {nbytes:,} B for rank {dst}, which takes {taken[ranks.index(src)]:,} "
                                  f"from it: {text}; output_split_sizes must be the others' input_split_sizes")
-
-
-def disagree(said: dict[int, str]) -> None:
-    """Raise ValueError where the ranks do not all say the same."""
-    if len(set(said.values())) > 1:
-        lines = [f"  rank {rank}: {text}" for rank, text in said.items()]
-        raise ValueError("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
 
 
 def refuse_unwritable(verb: str, back: torch.Tensor | None) -> None:

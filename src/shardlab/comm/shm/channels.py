@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..disagreement import of_message
 from .semaphore import Semaphore
 from .waiting import Waiting
 
@@ -163,8 +164,6 @@ class Incoming:
 
     def _check(self, message: Pending, nbytes: int, text: str) -> None:
         expected = message.text.encode()[:ROOM].decode(errors="replace")
-        if (nbytes, text) != (message.nbytes, expected):
-            src, dst = self._channel.src, self._channel.dst
-            message.error = ValueError(
-                f"rank {dst} waits for {expected} ({message.nbytes:,} B) from rank {src}, which has sent "
-                f"{text} ({nbytes:,} B): both must send and receive in the same order")
+        src, dst = self._channel.src, self._channel.dst
+        if words := of_message(src, dst, (text, nbytes), (expected, message.nbytes)):
+            message.error = ValueError(words)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from ..disagreement import of_ranks
 from .semaphore import Semaphore
 from .waiting import Waiting
 
@@ -128,9 +129,9 @@ class Desks:
             return
         said = [ctypes.string_at(at, NOTE) for at in notes]
         self._release(ranks, used + 1)
-        lines = []
+        texts = {}
         for rank, data in zip(ranks, said, strict=True):
             number, _, length = HEAD.unpack_from(data)
             words = data[HEAD.size : HEAD.size + length].decode(errors="replace")
-            lines.append(f"  rank {rank}: {words}" + (f", at chunk {number} and not {used}" if number != used else ""))
-        raise _Disagree("the ranks disagree on the collective they enter:\n" + "\n".join(lines))
+            texts[rank] = words + (f", at chunk {number} and not {used}" if number != used else "")
+        raise _Disagree(of_ranks(texts))
