@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import family
 
 from shardlab import comm
 from shardlab.launch import RankError, RankExited, RankTimeout, launch, ranks, run
@@ -37,20 +38,6 @@ def add(group, numbers, scale=1):
 
 def who(group):
     return os.getpid()
-
-
-def family():
-    """Ids of this process's server and of all that it has forked: they share a session of their own."""
-    server = run._server._process.pid
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == server and fields[0] != "Z":
-            found.add(int(stat.parent.name))
-    return found
 
 
 def descriptors(pid="self"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import family
 
 from shardlab import comm
 from shardlab.launch import RankError, RankExited, RankTimeout, launch, ranks, run
@@ -248,19 +249,6 @@ def traces(pid):
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return (sorted(os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()),
             [line for line in maps if line.split()[1].endswith("s")])
-
-
-def family():
-    """Ids of this process's server and of all that it has forked: they share a session of their own."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == run._server._process.pid and fields[0] != "Z":
-            found.add(int(stat.parent.name))
-    return found
 
 
 def test_two_hundred_launches_leave_nothing(tmp_path, monkeypatch):
