@@ -31,8 +31,8 @@ def all_reduce(x: torch.Tensor, group, op: str) -> Started:
     return dist.all_reduce(x, REDUCE[op], group, async_op=True), x
 
 
-def reduce_scatter(x: torch.Tensor, group, op: str) -> Started:
-    out = x.new_empty(len(x) // group.size())
+def reduce_scatter(x: torch.Tensor, group, op: str, place: torch.Tensor | None = None) -> Started:
+    out = x.new_empty(len(x) // group.size()) if place is None else place
     return _REDUCE_SCATTER(out, x, op=REDUCE[op], group=group, async_op=True), out
 
 
@@ -40,8 +40,8 @@ def reduce(x: torch.Tensor, group, op: str, root: int) -> Started:
     return dist.reduce(x, group_dst=root, op=REDUCE[op], group=group, async_op=True), x
 
 
-def all_gather(x: torch.Tensor, group) -> Started:
-    out = x.new_empty(len(x) * group.size())
+def all_gather(x: torch.Tensor, group, place: torch.Tensor | None = None) -> Started:
+    out = x.new_empty(len(x) * group.size()) if place is None else place
     return _ALL_GATHER(out, x, group=group, async_op=True), out
 
 

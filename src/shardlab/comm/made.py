@@ -38,11 +38,14 @@ def all_reduce(x: torch.Tensor, peers: Peers, name: str, op: str) -> torch.Tenso
     return x
 
 
-def reduce_scatter(x: torch.Tensor, peers: Peers, name: str, op: str) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, peers: Peers, name: str, op: str,
+                   place: torch.Tensor | None = None) -> torch.Tensor:
     def combine(own: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         return COMBINE[op](taken, own)  # in place of what has come, since `x` is the caller's
 
     mine = TABLE["reduce_scatter"][name](list(x.tensor_split(peers.size)), combine, peers)
+    if place is not None:
+        return place.copy_(mine)
     return mine.clone() if peers.size == 1 else mine
 
 
@@ -51,8 +54,8 @@ def reduce(x: torch.Tensor, peers: Peers, name: str, op: str, root: int) -> torc
     return x
 
 
-def all_gather(x: torch.Tensor, peers: Peers, name: str) -> torch.Tensor:
-    out = x.new_empty(peers.size, len(x))
+def all_gather(x: torch.Tensor, peers: Peers, name: str, place: torch.Tensor | None = None) -> torch.Tensor:
+    out = x.new_empty(peers.size, len(x)) if place is None else place.view(peers.size, len(x))
     out[peers.rank] = x
     TABLE["all_gather"][name](list(out), peers)
     return out.view(-1)

@@ -42,24 +42,32 @@ def reduce(tensor: torch.Tensor, dst: int, op: str = "sum", group=None, async_op
                       op=operation, root=root)
 
 
-def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False):
+def reduce_scatter(tensor: torch.Tensor, op: str = "sum", group=None, async_op: bool = False,
+                   out: torch.Tensor | None = None):
     """Combine `tensor` (p·d0, …) over the group; rank r gets rows r·d0 to (r+1)·d0 of the result: (d0, …).
 
-    Raises ValueError where dim 0 does not divide by the group's size, and as `all_reduce` does.
+    `out` (d0, …), contiguous, is where it goes, if given: memory that is there already is faster than new memory. It
+    may be this rank's own rows of `tensor`, whose other rows are left as they were. Raises ValueError where dim 0 does
+    not divide by the group's size, on an `out` of another shape or dtype, and as `all_reduce` does.
     """
     _rows("reduce_scatter", tensor, group_of(group).size())
+    shape = (tensor.shape[0] // group_of(group).size(), *tensor.shape[1:])
     return collective("reduce_scatter", tensor, group, async_op, combines=True, detail=f"({op})",
-                      shape=(tensor.shape[0] // group_of(group).size(), *tensor.shape[1:]),
+                      shape=shape, back=_into("reduce_scatter", out, shape, tensor), place=out,
                       op=_known("reduce_scatter", op, tensor))
 
 
-def all_gather(tensor: torch.Tensor, group=None, async_op: bool = False):
+def all_gather(tensor: torch.Tensor, group=None, async_op: bool = False, out: torch.Tensor | None = None):
     """Every rank's `tensor` (d0, …), the same shape on all ranks, joined along dim 0 in rank order: (p·d0, …).
 
-    A zero-dimensional tensor gives shape (p,). Raises ValueError on a tensor that autograd tracks.
+    `out` (p·d0, …), contiguous, is where it goes, if given; `tensor` may be this rank's own rows of it. A
+    zero-dimensional tensor gives shape (p,). Raises ValueError on a tensor that autograd tracks, and on an `out` of
+    another shape or dtype.
     """
     refuse("all_gather", tensor)
-    return collective("all_gather", tensor, group, async_op, shape=_joined(tensor, group_of(group).size()))
+    shape = _joined(tensor, group_of(group).size())
+    return collective("all_gather", tensor, group, async_op, shape=shape,
+                      back=_into("all_gather", out, shape, tensor), place=out)
 
 
 def all_to_all(tensor: torch.Tensor, input_split_sizes: list[int] | None = None,
@@ -127,6 +135,18 @@ def scatter(tensor: torch.Tensor, whole: torch.Tensor | None = None, src: int = 
 def barrier(group=None) -> None:
     """Wait until every rank of the group is here."""
     collective("barrier", None, group, False)
+
+
+def _into(verb: str, out: torch.Tensor | None, shape: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor | None:
+    """`out`, or None if none is given. Raises ValueError where it can't hold the result."""
+    if out is None:
+        return None
+    refuse(verb, out)
+    if tuple(out.shape) != shape or out.dtype != tensor.dtype or out.device != tensor.device or not out.is_contiguous():
+        raise ValueError(f"{verb} gives a contiguous {shape} {tensor.dtype} on {tensor.device}, and out is "
+                         f"{tuple(out.shape)} {out.dtype} on {out.device}"
+                         + ("" if out.is_contiguous() else f" with strides {out.stride()}"))
+    return out
 
 
 def _known(verb: str, op: str, tensor: torch.Tensor) -> str:

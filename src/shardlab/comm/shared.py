@@ -14,13 +14,14 @@ def all_reduce(x: torch.Tensor, ranks: tuple[int, ...], text: str, op: str) -> R
     return x, shm.here().all_reduce(x, COMBINE[op], ranks, text)
 
 
-def reduce_scatter(x: torch.Tensor, ranks: tuple[int, ...], text: str, op: str) -> Result:
-    out = x.new_empty(len(x) // len(ranks))
+def reduce_scatter(x: torch.Tensor, ranks: tuple[int, ...], text: str, op: str,
+                   place: torch.Tensor | None = None) -> Result:
+    out = x.new_empty(len(x) // len(ranks)) if place is None else place
     return out, shm.here().reduce_scatter(out, x, COMBINE[op], ranks, text)
 
 
-def all_gather(x: torch.Tensor, ranks: tuple[int, ...], text: str) -> Result:
-    out = x.new_empty(len(x) * len(ranks))
+def all_gather(x: torch.Tensor, ranks: tuple[int, ...], text: str, place: torch.Tensor | None = None) -> Result:
+    out = x.new_empty(len(x) * len(ranks)) if place is None else place
     return out, shm.here().all_gather(out, x, ranks, text)
 
 

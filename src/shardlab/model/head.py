@@ -10,20 +10,26 @@ IGNORED = -100  # the label that PyTorch and Hugging Face leave out of the loss
 
 
 class Head(nn.Linear):
-    """The output layer. Its loss stands beside its logits, because a cut head gets there without whole logits."""
+    """The output layer. It gives the loss too, because a cut head gets there without whole logits."""
 
     def __init__(self, hidden: int, vocab: int):
         super().__init__(hidden, vocab, bias=False)
 
-    def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`cross_entropy` of the logits of h (batch, seq, hidden) under labels (batch, seq)."""
-        return cross_entropy(self(h), labels)
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None) -> torch.Tensor:
+        """h (batch, seq, hidden) → logits (batch, seq, vocab), or with labels (batch, seq) their `cross_entropy`."""
+        logits = super().forward(h)
+        return logits if labels is None else cross_entropy(logits, labels, valid)
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean of −log softmax(logits)[label] over all labels but -100, in nats: a scalar, nan where all are -100.
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, valid: int | None = None) -> torch.Tensor:
+    """The sum of −log softmax(logits)[label] over all labels but -100, in nats, ÷ `valid`: a scalar.
 
-    logits (batch, seq, vocab), labels (batch, seq). In float32 at least: a sum over a large vocabulary needs it.
+    logits (batch, seq, vocab), labels (batch, seq). `valid` None is the number of those labels, which makes it their
+    mean (nan where there are none); where they are a part of a batch, `valid` is the number in all of it, and the
+    parts' losses and gradients add up to those of the whole. In float32 at least: a sum over a large vocabulary needs
+    it.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if valid is None:
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") / valid

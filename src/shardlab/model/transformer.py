@@ -98,14 +98,15 @@ class Transformer(nn.Module):
         """Token ids (batch, seq) → logits (batch, seq, vocab); `positions` and `cache` as for `hidden`."""
         return self.lm_head(self.hidden(tokens, positions, cache))
 
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean next-token cross-entropy, in nats, over labels other than -100: a scalar.
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor, valid: int | None = None) -> torch.Tensor:
+        """The next-token cross-entropy, in nats, summed over labels other than -100 and divided by `valid`: a scalar.
 
-        tokens and labels (batch, seq); labels[:, i] is the token that follows tokens[:, i]: shifted already.
+        tokens and labels (batch, seq); labels[:, i] is the token that follows tokens[:, i]: shifted already. `valid`
+        None is the number of those labels, and the loss their mean; see `head.cross_entropy`.
         """
         if tokens.shape != labels.shape:
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
-        return self.lm_head.loss(self.hidden(tokens), labels)
+        return self.lm_head(self.hidden(tokens), labels, valid)
 
     def generate(
         self, tokens: torch.Tensor, new_tokens: int, stop: int | None = None, cached: bool = True

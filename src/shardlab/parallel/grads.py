@@ -1,32 +1,143 @@
-"""The one place that finishes gradients after backward.
+"""The one place that finishes gradients after backward, takes their norm and clips them.
 
-Most gradients of a cut model are right when backward ends, since the regions summed what flowed through them. A
-parameter that several ranks hold whole, but that each used for its own part of the work (the norm of each rank's own
-heads, a KV head shared by several ranks), has a part of its gradient on each. A cut marks it; `finish` sums. The mark
-is on the module, since `load_state_dict(assign=True)` replaces parameters.
+Most gradients of a cut model are right when backward ends, since the regions summed what flowed through them. What is
+left is noted by the cuts, parameter by parameter (`mark`), and by the data axis, which has its `Reducer` on the model:
+
+| the ranks of a group hold                     | noted as   | `finish`           | `norm`                       |
+|-----------------------------------------------|------------|--------------------|------------------------------|
+| different parts of a parameter                | cut        | nothing            | adds their squares           |
+| the same, and each has a part of its gradient | partial    | sums the gradients | counts it once               |
+| the same, and the same gradient               |            | nothing            | counts it once               |
+| one model each, for different data            | a reducer  | sums the gradients | once, or adds shards' squares |
+
+The marks are on modules, since `load_state_dict(assign=True)` replaces parameters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..comm import ops, phase
 
 
-def mark_partial(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Note that the parameters of `module` are the same on all ranks of `group`, their gradients parts of a sum."""
-    module.partial_over = group  # type: ignore[assignment]
+@dataclass(frozen=True)
+class Mark:
+    """How ranks hold a parameter: `cut` over a group, the same but with `partial` gradients on a group, or both: with
+    fewer KV heads than ranks some hold the same one, and together they hold all."""
+
+    cut: dist.ProcessGroup | None = None
+    partial: dist.ProcessGroup | None = None
 
 
+class Piece(NamedTuple):
+    """What this rank holds of a parameter's gradient: all of it, or the slice that ZeRO leaves here. The ranks of each
+    of the `groups` hold the others."""
+
+    name: str
+    gradient: torch.Tensor
+    mark: Mark
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+def mark(module: nn.Module, name: str = "weight", *, cut: dist.ProcessGroup | None = None,
+         partial: dist.ProcessGroup | None = None) -> None:
+    """Note how ranks hold the parameter `name` of `module`, if it has one."""
+    if getattr(module, name, None) is not None:
+        module.__dict__.setdefault("marks", {})[name] = Mark(cut, partial)
+
+
+@torch.no_grad()
 def finish(model: nn.Module) -> None:
-    """Sum what backward left in parts, in place in `.grad`.
+    """Sum what backward left in parts, in place: over the data axis, then over ranks that hold the same.
 
-    Every rank calls it once, after its last backward: a second call would sum what is summed already.
+    Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step: a second
+    call would sum what is summed already. The parts travel in one piece, one all-reduce for each group and dtype.
     """
     with phase("finish"):
-        for module in model.modules():
-            group = getattr(module, "partial_over", None)
-            for parameter in module.parameters() if group is not None else ():
-                if parameter.grad is not None:
-                    ops.all_reduce(parameter.grad, group=group)
+        if (reducer := getattr(model, "reducer", None)) is not None:
+            reducer.finish()
+        parts: dict[tuple, list[torch.Tensor]] = {}
+        for piece in pieces(model):
+            if piece.mark.partial is not None:
+                parts.setdefault((piece.mark.partial, piece.gradient.dtype), []).append(piece.gradient)
+        for (group, _), gradients in parts.items():
+            summed = ops.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group=group)
+            for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def pieces(model: nn.Module) -> Iterator[Piece]:
+    """What this rank holds of the gradients, each parameter once, those without a gradient left out."""
+    held = getattr(model, "reducer", None)
+    for name, parameter, own, groups in _trained(model):
+        gradient = parameter.grad if held is None else held.gradient(parameter)
+        if gradient is not None:
+            yield Piece(name, gradient, own, groups)
+
+
+@torch.no_grad()
+def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of the whole model as one vector: a float64 scalar, the same on every rank.
+
+    Each number counts once, however many ranks hold it. Every rank calls it, after `finish`. `norm_type` is p of
+    (Σ |g|^p)^(1/p), or inf for the largest |g|. Raises ValueError on one below 1.
+    """
+    if not norm_type >= 1:
+        raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
+    largest = math.isinf(norm_type)
+    # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same
+    sums = {groups: torch.zeros((), dtype=torch.float64, device=parameter.device)
+            for _, parameter, _, groups in _trained(model)}
+    for piece in pieces(model):
+        if piece.mark.cut and piece.mark.partial and piece.mark.partial.rank():
+            continue  # the first of those that hold the same part counts it
+        g = piece.gradient
+        own = torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)).double()
+        sums[piece.groups] = torch.maximum(sums[piece.groups], own) if largest else sums[piece.groups] + own**norm_type
+    for groups, total in sums.items():
+        for group in groups:
+            ops.all_reduce(total, "max" if largest else "sum", group)
+    powers = torch.stack(list(sums.values())) if sums else torch.zeros(1, dtype=torch.float64)
+    return powers.max() if largest else powers.sum() ** (1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
+                    error_if_nonfinite: bool = True) -> torch.Tensor:
+    """Scale all gradients so that their `norm` is `max_norm` at most; returns the norm before that.
+
+    PyTorch's of the same name, for a cut model: the coefficient is min(1, max_norm / (norm + 1e-6)). Where the norm is
+    nan or infinite all ranks know it. They raise FloatingPointError together, each naming what it holds that is not
+    finite; or with `error_if_nonfinite` False leave the gradients alone, so that all can skip the step.
+    """
+    total = norm(model, norm_type)
+    if not torch.isfinite(total):
+        if not error_if_nonfinite:
+            return total
+        here = [piece.name for piece in pieces(model) if not torch.isfinite(piece.gradient).all()]
+        raise FloatingPointError(f"the norm of the gradients is {total.item()}; not finite on this rank: "
+                                 f"{', '.join(here[:5]) or 'none'}{' …' if len(here) > 5 else ''}. "
+                                 "Lower the learning rate, or skip the step: error_if_nonfinite=False")
+    scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+    if scale < 1:
+        torch._foreach_mul_([piece.gradient for piece in pieces(model)], scale)
+    return total
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
+    """Every trained parameter once: its name, itself, its mark, and the groups of which each rank holds a piece."""
+    reducer = getattr(model, "reducer", None)
+    marks = {getattr(module, name): each for module in model.modules()
+             for name, each in getattr(module, "marks", {}).items()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            own = marks.get(parameter, Mark())
+            cut = () if own.cut is None else (own.cut,)
+            yield name, parameter, own, (*cut, reducer.group) if reducer is not None and reducer.shards else cut

@@ -5,6 +5,8 @@ The maximum (so that no exponential overflows), the sum of exponentials, and the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,15 +18,16 @@ from ..model.parameters import Window
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, rows: Window,
-                                 group: dist.ProcessGroup) -> torch.Tensor:
-    """The mean over labels other than -100 of −log softmax(logits)[label]: a scalar, the same on all ranks.
+                                 group: dist.ProcessGroup, valid: int | None = None) -> torch.Tensor:
+    """The sum over labels other than -100 of −log softmax(logits)[label], ÷ `valid`: a scalar, the same on all ranks.
 
+    `valid` None is the number of those labels; see `model.head.cross_entropy`.
     logits (…, c): this rank's columns `rows` of the vocabulary, those past `stop - start` being padding. labels (…).
     Computed in float32, or float64 for float64 logits. The caller's tensors are not written to.
     """
-    valid = labels != IGNORED
-    losses = _CrossEntropy.apply(logits, labels.where(valid, 0), rows, group)
-    return losses.where(valid, 0).sum() / valid.sum()
+    counts = labels != IGNORED
+    losses = _CrossEntropy.apply(logits, labels.where(counts, 0), rows, group)
+    return losses.where(counts, 0).sum() / (counts.sum() if valid is None else valid)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -50,3 +53,13 @@ class _CrossEntropy(torch.autograd.Function):
         softmax, index, mine = ctx.saved_tensors
         out = softmax.clone().scatter_add_(-1, index, -mine.unsqueeze(-1).to(softmax.dtype))
         return out.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def valid_tokens(labels: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> int:
+    """How many of the `labels`, of all micro-batches of a step, are not -100; over all ranks of the data axis `group`.
+
+    Count them before the first forward pass and give the number to each loss as `valid`: then losses and gradients of
+    all ranks and micro-batches add up to those of the whole batch.
+    """
+    count = torch.tensor(sum(int((each != IGNORED).sum()) for each in labels))
+    return int(count if group is None else ops.all_reduce(count, group=group))

@@ -85,6 +85,7 @@ class RowParallelLinear(nn.Linear):
         self.group = group
         self.weight = parameter(whole.weight, window(n, p, group.rank(), dim=1), size)
         self.bias = whole.bias
+        grads.mark(self, cut=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = reduce_from(F.linear(x, self.weight), self.group)
@@ -109,10 +110,10 @@ class ParallelAttention(Attention):
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:  # one weight for all heads, but gradients of own heads
-                grads.mark_partial(norm, group)
-        if sharers is not None:
-            grads.mark_partial(self.k_proj, sharers)
-            grads.mark_partial(self.v_proj, sharers)
+                grads.mark(norm, partial=group)
+        for proj, partial in ((self.q_proj, None), (self.k_proj, sharers), (self.v_proj, sharers)):
+            for name in ("weight", "bias"):
+                grads.mark(proj, name, cut=group, partial=partial)
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         return super().forward(copy_to(x, self.group), *args, **kwargs)
@@ -129,6 +130,9 @@ class ParallelMLP(MLP):
         self.gate_proj = ColumnParallelLinear(plain.gate_proj, units, size)
         self.up_proj = ColumnParallelLinear(plain.up_proj, units, size)
         self.down_proj = RowParallelLinear(plain.down_proj, group)
+        for proj in (self.gate_proj, self.up_proj):
+            for name in ("weight", "bias"):
+                grads.mark(proj, name, cut=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(copy_to(x, self.group))
@@ -143,6 +147,7 @@ class VocabParallelEmbedding(nn.Embedding):
         super().__init__(size, whole.embedding_dim, _weight=torch.empty(size, whole.embedding_dim, device="meta"))
         self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
         self.weight = parameter(whole.weight, self.rows, size)
+        grads.mark(self, cut=group)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) → (batch, seq, hidden). Raises ValueError on a token outside the vocabulary."""
@@ -162,17 +167,17 @@ class VocabParallelHead(Head):
             super().__init__(whole.in_features, size)
         self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
         self.weight = parameter(whole.weight, self.rows, size)
+        grads.mark(self, cut=group)
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, hidden) → all logits (batch, seq, vocab), on every rank."""
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None) -> torch.Tensor:
+        """(batch, seq, hidden) → all logits (batch, seq, vocab), on every rank, or with labels the cross-entropy, from
+        this rank's logits and three numbers a token from the others."""
+        if labels is not None:
+            check_tokens(labels[labels != IGNORED], self.vocab)
         logits = F.linear(copy_to(h, self.group), self.weight)
+        if labels is not None:
+            return vocab_parallel_cross_entropy(logits, labels, self.rows, self.group, valid)
         return gather_from(logits, self.group)[..., : self.vocab]
-
-    def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy, from this rank's logits and three numbers a token from the others."""
-        check_tokens(labels[labels != IGNORED], self.vocab)
-        logits = F.linear(copy_to(h, self.group), self.weight)
-        return vocab_parallel_cross_entropy(logits, labels, self.rows, self.group)
 
 
 def check_tokens(tokens: torch.Tensor, vocab: int) -> None:

@@ -98,8 +98,13 @@ class Direct:
         def reduce(chunk: int, slot: int) -> None:
             start, end = chunk * most, min(n, (chunk + 1) * most)
             if start < end:
-                own = x[place * n + start : place * n + end]
-                self._combine(out[start:end], own, combine, ranks, slot, place * most * item)
+                own, offset = x[place * n + start : place * n + end], place * most * item
+                total = out[start:end]
+                if total.data_ptr() == own.data_ptr() and place >= 2:  # the sum begins with others: beside the own part
+                    total = self._view(self._desks.at(self._rank, slot) + offset, end - start, x.dtype)
+                self._combine(total, own, combine, ranks, slot, offset)
+                if total.data_ptr() != out[start:end].data_ptr():
+                    copy(out[start:end].data_ptr(), total.data_ptr(), (end - start) * item)
 
         self._desks.run(ranks, text, chunks, put, reduce)
         return (p - 1) * n * item
@@ -117,7 +122,9 @@ class Direct:
         def take(chunk: int, slot: int) -> None:
             for i, rank in enumerate(ranks):
                 source = x.data_ptr() + chunk * size if rank == self._rank else self._desks.at(rank, slot)
-                copy(out.data_ptr() + i * nbytes + chunk * size, source, min(size, nbytes - chunk * size))
+                to = out.data_ptr() + i * nbytes + chunk * size
+                if to != source:
+                    copy(to, source, min(size, nbytes - chunk * size))
 
         self._desks.run(ranks, text, chunks, put, take)
         return nbytes
@@ -148,7 +155,12 @@ class Direct:
 
     def _combine(self, total: torch.Tensor, own: torch.Tensor, combine: Combine, ranks: Ranks, slot: int,
                  offset: int) -> None:
-        """Combine what lies `offset` bytes into the ranks' slots, and `own` for this rank's, into `total`."""
+        """Combine what lies `offset` bytes into the ranks' slots, and `own` for this rank's, into `total`, which may be
+        `own` on the first two ranks: the sum can begin with their part, a + b being b + a."""
+        if total.data_ptr() == own.data_ptr():
+            for other in [rank for rank in ranks if rank != self._rank]:
+                combine(total, self._view(self._desks.at(other, slot) + offset, len(total), total.dtype))
+            return
         for i, rank in enumerate(ranks):
             part = own
             if rank != self._rank:

@@ -1,0 +1,165 @@
+"""Gradients leave while backward still runs: a bucket is sent as soon as the last of its gradients is there.
+
+Autograd calls a hook when a parameter's gradient is complete. Backward goes through the model from its end, so the last
+parameters are the first to be ready, and the first buckets hold them. Buckets are sent in this order on all ranks,
+whatever order their gradients come in: ranks that send different buckets at a time would add up different things.
+(PyTorch's DDP works the same way: Li et al., arXiv:2006.15704, §3.2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm import ops
+from .flat import Flat
+
+
+class Bucket:
+    """The gradients of one row of parameters: as views of one piece of memory, once they have been accumulated."""
+
+    def __init__(self, flat: Flat):
+        self.flat = flat
+        self.row: torch.Tensor | None = None
+        self.ready: set[nn.Parameter] = set()  # whose gradients are complete, in the backward pass that sends them
+        self.sent = None  # the handle of the collective under way
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its gradients are there."""
+        return len(self.ready) == len(self.flat.parameters)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient stands in the row."""
+        return (self.row is not None and parameter.grad is not None
+                and parameter.grad.data_ptr() == self.flat.view(self.row, parameter).data_ptr())
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move the parameter's gradient into the row, if it does not stand there."""
+        if not self.has(parameter):
+            self.row = self.flat.empty() if self.row is None else self.row
+            place = self.flat.view(self.row, parameter)
+            place.copy_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = place
+
+    def fill(self) -> None:
+        """Put zeros where there is no gradient."""
+        self.row = self.flat.empty() if self.row is None else self.row
+        for parameter in self.flat.parameters:
+            if parameter.grad is None:
+                parameter.grad = self.flat.view(self.row, parameter).zero_()
+
+
+class Reducer:
+    """Sums the gradients of `flats`, the rows in the order in which they are sent, over the ranks of `group`.
+
+    On the model as `model.reducer`, where `grads` finds it. All ranks run the same number of backward passes.
+    """
+
+    shards = False  # whether each rank is left with a slice of the sum, or with all of it
+    repeats = False  # whether every backward pass sends, or the last one before `finish` alone
+
+    def __init__(self, flats: Sequence[Flat], group: dist.ProcessGroup):
+        self.group = group
+        self.buckets = [Bucket(flat) for flat in flats]
+        self.holding = False  # inside no_sync: more backward passes will add to these gradients
+        self._of = {parameter: bucket for bucket in self.buckets for parameter in bucket.flat.parameters}
+        self._used: set[nn.Parameter] = set()  # that have got a gradient since the last `finish`
+        self._pass, self._next, self._flushed = -1, 0, False
+        for parameter in self._of:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def send(self, bucket: Bucket):
+        """Start the bucket's collective; returns its handle."""
+        assert bucket.row is not None
+        return ops.all_reduce(bucket.row, group=self.group, async_op=True)
+
+    def settle(self, bucket: Bucket) -> None:
+        """What is done with the bucket's sum when it is there."""
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What this rank holds of the parameter's gradient: None if it holds nothing of it, or no rank has used it."""
+        return parameter.grad
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """What is done with a parameter that no rank has used: it has no gradient, as in the plain model."""
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """Send what is left, wait for all of it, and tell apart what no rank has used from what has gradient 0."""
+        if not self._flushed:  # this rank has had no backward pass that sends
+            self._flush()
+        for bucket in self.buckets:
+            self._wait(bucket)
+        parameters = list(self._of)
+        used = torch.tensor([parameter in self._used for parameter in parameters], dtype=torch.uint8)
+        for parameter, some in zip(parameters, ops.all_reduce(used, "max", self.group).tolist(), strict=True):
+            if not some:
+                self.drop(parameter)
+        self._used, self._flushed = set(), False
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd's hook: the gradient of the parameter is complete for this pass."""
+        if self._pass != (now := torch._C._current_graph_task_id()):  # the first gradient of this pass
+            self._pass, self._next = now, 0
+            self._begin()
+        bucket = self._of[parameter]
+        if parameter not in self._used and bucket.has(parameter):
+            raise RuntimeError("gradients of the last step are still there: call zero_grad(), with set_to_none=True, "
+                               "before the next backward")
+        bucket.take(parameter)
+        self._used.add(parameter)
+        if self.repeats or not self.holding:
+            bucket.ready.add(parameter)
+            while self._next < len(self.buckets) and self.buckets[self._next].complete:
+                self._send(self.buckets[self._next])
+
+    def _begin(self) -> None:
+        if self._flushed and not self.repeats:
+            raise RuntimeError("the gradients of this step have been sent already: call grads.finish before the next "
+                               "backward, or run all but the last of several inside data.no_sync(model)")
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        if self.repeats or not self.holding:
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)  # when this pass ends
+
+    def _flush(self) -> None:
+        """Send the buckets that are left, with zeros for gradients that this pass has not come by."""
+        for bucket in self.buckets[self._next :]:
+            self._send(bucket)
+        if self.repeats:
+            for bucket in self.buckets:
+                self._wait(bucket)
+        self._flushed, self._next = True, 0
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.fill()
+        bucket.sent = self.send(bucket)
+        self._next += 1
+
+    def _wait(self, bucket: Bucket) -> None:
+        if bucket.sent is not None:
+            bucket.sent.wait()
+            bucket.sent = None
+            self.settle(bucket)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes in the block add to the gradients on each rank and send nothing: all but the last of a step.
+
+    What counts is where backward runs; forward may be inside too, as PyTorch's DDP wants it. Under ZeRO-2 and 3, which
+    hold no whole gradients, each pass sends all the same. Raises ValueError on a model without a data axis.
+    """
+    reducer = getattr(model, "reducer", None)
+    if reducer is None:
+        raise ValueError("this model sends no gradients: data.replicate or zero.shard gives it a data axis")
+    reducer.holding = True
+    try:
+        yield
+    finally:
+        reducer.holding = False
