@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import linecache
 import os
 import shutil
@@ -75,14 +76,22 @@ class Setup:
 def server() -> None:
     """Fork a warden for every request that arrives on standard input, until nobody is left there to ask."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens need no burial
-    gc.collect()
-    gc.freeze()  # a collection in a rank would touch, and so copy, all of torch's pages
+    _freeze()
     with socket.socket(fileno=0) as requests:
         while True:
             message, descriptors, _, _ = socket.recv_fds(requests, 1, MOST_RANKS + 1)
             if not message:
                 return
             _fork(_warden, requests, [Connection(fd) for fd in descriptors])
+            if "torch._dynamo" not in sys.modules:  # after the first ranks, which need not wait for it
+                importlib.import_module("torch._dynamo")  # the first optimizer on a rank would: a second and more, each
+                _freeze()
+
+
+def _freeze() -> None:
+    """Leave what there is out of collections: in a rank they would touch, and so copy, all of torch's pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def _fork(body: Callable, *args) -> int:
