@@ -67,3 +67,24 @@ def test_what_is_no_spec_and_no_layout_is_met_with_what_would_do():
 def test_a_dtype_may_be_pytorchs_own():
     import torch
     assert dtype_of(torch.bfloat16) == dtype_of("bf16") == dtype_of("torch.bfloat16")
+
+
+def test_the_world_is_data_times_tensor():
+    assert Layout(4, dp=3).world_size == 12
+    assert Layout(dp=2, tp=2, zero=3, sp="again").degrees == "dp = 2, tp = 2, ZeRO-3, sequence parallel (again)"
+    assert (Layout().degrees, Layout(8).degrees, Layout(dp=2).degrees) == ("tp = 1", "tp = 8", "dp = 2")
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(dp=0), "dp must be a whole number of at least 1, not 0"),
+    (dict(dp=2, zero=4), "zero = 4 is no stage of ZeRO"), (dict(dp=2, zero=-1), "zero must be a whole number"),
+    (dict(dp=2, zero=True), "zero must be a whole number"),
+    (dict(zero=1), "zero = 1 shares out over .* dp = 1 is a single one: give dp of 2 or more, or zero = 0"),
+    (dict(tp=2, sp=True), "sp must be False, 'keep' or 'again', not True"),
+    (dict(tp=2, sp=None), "sp must be False, 'keep' or 'again', not None"),
+    (dict(tp=2, sp=0), "sp must be False, 'keep' or 'again', not 0"),
+    (dict(sp="keep"), "sp = 'keep' cuts .* tp = 1 is a single one: give tp of 2 or more, or sp = False"),
+])
+def test_what_has_nothing_to_share_among_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(**keys)

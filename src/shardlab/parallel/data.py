@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import ops
+from ..comm import ops, phase
+from ..specs.rows import BUCKET
 from .flat import buckets
 from .reducer import Reducer, no_sync
 
 __all__ = ["no_sync", "replicate"]
-
-BUCKET = 25 * 2**20  # bytes; PyTorch's DDP takes as many
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET) -> nn.Module:
@@ -42,5 +41,6 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
 def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make parameters and buffers those of the group's first rank: one broadcast a tensor."""
     first = dist.get_process_group_ranks(group)[0]
-    for tensor in (*model.parameters(), *model.buffers()):
-        ops.broadcast(tensor.detach(), first, group)
+    with phase("start"):
+        for tensor in (*model.parameters(), *model.buffers()):
+            ops.broadcast(tensor.detach(), first, group)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from .check import whole
 
@@ -13,20 +13,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of parallelism. `tp`: ranks that share each layer (tensor parallelism); 1 leaves it whole.
+    """The degrees of parallelism; 1 leaves something whole.
 
-    Raises ValueError on degrees that are no whole numbers above 0.
+    `tp`: ranks that share each layer (tensor parallelism). `dp`: ranks, or groups of tp ranks, that have one replica
+    each and different data. `zero`: what the replicas share out among them (ZeRO's stage): 1 optimizer states, 2 also
+    gradients, 3 also weights; 0 nothing. `sp`: whether what lies between the cut layers is cut along the sequence over
+    the tp ranks (sequence parallelism); the input that a cut layer gathers is then kept for backward ("keep"), or
+    gathered again ("again").
+
+    Ranks that share a layer are neighbours: rank = data coordinate · tp + tensor coordinate. Raises ValueError on
+    degrees that are no whole numbers above 0, and on a `zero` or `sp` that has no ranks to share among.
     """
 
     tp: int = 1
+    dp: int = field(default=1, kw_only=True)
+    zero: int = field(default=0, kw_only=True)
+    sp: Literal[False, "keep", "again"] = field(default=False, kw_only=True)
 
     def __post_init__(self):
-        whole("tp", self.tp)
+        for degree in ("tp", "dp"):
+            whole(degree, getattr(self, degree))
+        if whole("zero", self.zero, 0) > 3:
+            raise ValueError(f"zero = {self.zero} is no stage of ZeRO: 1 shares out optimizer states, 2 gradients too, "
+                             "3 weights too, 0 nothing")
+        if self.zero and self.dp == 1:
+            raise ValueError(f"zero = {self.zero} shares out over the ranks of the data axis, and dp = 1 is a single "
+                             "one: give dp of 2 or more, or zero = 0")
+        if self.sp is not False and self.sp not in ("keep", "again"):
+            raise ValueError(f"sp must be False, 'keep' or 'again', not {self.sp!r}: what sequence parallelism gathers "
+                             "is kept for backward, or gathered again")
+        if self.sp and self.tp == 1:
+            raise ValueError(f"sp = {self.sp!r} cuts the sequence over the ranks of the tensor axis, and tp = 1 is a "
+                             "single one: give tp of 2 or more, or sp = False")
 
     @property
     def world_size(self) -> int:
         """How many ranks the layout needs."""
-        return self.tp
+        return self.dp * self.tp
+
+    @property
+    def degrees(self) -> str:
+        """The cuts that are made, in words: "dp = 4, tp = 2, ZeRO-3"; "tp = 1" where there are none."""
+        axes = [f"{axis} = {getattr(self, axis)}" for axis in ("dp", "tp") if getattr(self, axis) > 1] or ["tp = 1"]
+        more = [f"ZeRO-{self.zero}"] * (self.zero > 0) + [f"sequence parallel ({self.sp})"] * bool(self.sp)
+        return ", ".join(axes + more)
 
     def check(self, spec: ModelSpec) -> None:
         """Raise ValueError where `spec` can't be laid out so, with the numbers and the degrees that would do.
