@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import call
 
 import torch
@@ -35,17 +36,21 @@ class Attention(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None,
         run: Run = call,
     ) -> torch.Tensor:
-        """x (batch, seq, hidden), with cos and sin from `rope.table` → (batch, seq, hidden).
+        """x (batch, seq, hidden), with cos and sin (batch, 1, seq, head_dim) → (batch, seq, hidden).
 
         `run(core, *args)` calls the part that has no weights.
         """
-        batch, seq, _ = x.shape
-        q, k, v = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        batch, _, seq, _ = cos.shape
+        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in self.project(x, batch * seq))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
         y = run(core, q, k, v, cos, sin, cache)
         return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
+
+    def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
+        """Queries, keys and values of x, which has `tokens` tokens: each (batch, seq, heads × head_dim)."""
+        return [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
 
 
 def core(

@@ -15,10 +15,18 @@ class Head(nn.Linear):
     def __init__(self, hidden: int, vocab: int):
         super().__init__(hidden, vocab, bias=False)
 
-    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None) -> torch.Tensor:
-        """h (batch, seq, hidden) → logits (batch, seq, vocab), or with labels (batch, seq) their `cross_entropy`."""
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None,
+                shape: torch.Size | None = None) -> torch.Tensor:
+        """h (batch, seq, hidden) → logits (batch, seq, vocab), or with labels (batch, seq) their `cross_entropy`.
+
+        With `shape` (batch, seq) h is the stream as `Transformer.stream` gives it, which a cut may have cut.
+        """
         logits = super().forward(h)
         return logits if labels is None else cross_entropy(logits, labels, valid)
+
+    def whole(self, stream: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The stream of tokens of `shape` (batch, seq) as (batch, seq, hidden)."""
+        return stream
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, valid: int | None = None) -> torch.Tensor:

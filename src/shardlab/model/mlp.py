@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,4 +22,13 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, hidden) → (batch, seq, hidden)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(*self.project(x)))
+
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """gate(x) and up(x), each (batch, seq, ffn)."""
+        return self.gate_proj(x), self.up_proj(x)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, of whatever shape; a function, so that both are let go before down_proj runs."""
+    return F.silu(gate) * up

@@ -34,7 +34,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """(batch, seq, hidden) → (batch, seq, hidden)."""
+        """(batch, seq, hidden) → (batch, seq, hidden), with cos and sin (batch, 1, seq, head_dim)."""
         return self.run(self._forward, x, cos, sin, cache)
 
     def _forward(self, x, cos, sin, cache):
@@ -75,6 +75,24 @@ class Transformer(nn.Module):
         if spec.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
+    def stream(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Token ids (batch, seq) → (batch, seq, hidden), after the last norm, to be given to `lm_head`.
+
+        In a model cut with sequence parallelism it is this rank's slice of it: `hidden` is the whole everywhere.
+        """
+        batch, seq = tokens.shape
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + seq, device=tokens.device)
+        x = self.embed_tokens(tokens)
+        # expanded, which takes no memory: of a stream that is cut, they still tell its batch and seq
+        cos, sin = (y.expand(batch, -1, -1, -1) for y in rope.table(self.spec, positions, x.dtype))
+        for layer, kept in zip(self.layers, repeat(None) if cache is None else cache.layers, strict=False):
+            x = layer(x, cos, sin, kept)
+        return self.norm(x)
+
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
     ) -> torch.Tensor:
@@ -83,20 +101,13 @@ class Transformer(nn.Module):
         positions (seq,) or (batch, seq) are what RoPE turns by: by default they count on from the cache's length, or
         from 0. They don't change who attends to whom: a token attends to itself and all before it, cached ones too.
         """
-        if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
-        x = self.embed_tokens(tokens)
-        cos, sin = rope.table(self.spec, positions, x.dtype)
-        for layer, kept in zip(self.layers, repeat(None) if cache is None else cache.layers, strict=False):
-            x = layer(x, cos, sin, kept)
-        return self.norm(x)
+        return self.lm_head.whole(self.stream(tokens, positions, cache), tokens.shape)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
     ) -> torch.Tensor:
         """Token ids (batch, seq) → logits (batch, seq, vocab); `positions` and `cache` as for `hidden`."""
-        return self.lm_head(self.hidden(tokens, positions, cache))
+        return self.lm_head(self.stream(tokens, positions, cache), shape=tokens.shape)
 
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, valid: int | None = None) -> torch.Tensor:
         """The next-token cross-entropy, in nats, summed over labels other than -100 and divided by `valid`: a scalar.
@@ -106,7 +117,7 @@ class Transformer(nn.Module):
         """
         if tokens.shape != labels.shape:
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
-        return self.lm_head(self.hidden(tokens), labels, valid)
+        return self.lm_head(self.stream(tokens), labels, valid, tokens.shape)
 
     def generate(
         self, tokens: torch.Tensor, new_tokens: int, stop: int | None = None, cached: bool = True

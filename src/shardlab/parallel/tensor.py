@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..comm.regions import copy_to, gather_from, reduce_from
+from ..comm.regions import gather_from
 from ..model.attention import Attention
 from ..model.head import IGNORED, Head
 from ..model.mlp import MLP
@@ -22,20 +22,24 @@ from ..model.transformer import Block, Transformer
 from ..specs import Layout, ModelSpec, padded
 from . import grads, mesh
 from .loss import vocab_parallel_cross_entropy
+from .sequence import Mode, check_mode, enter, leave, pad, unpad
 from .shard import parameter, window
 
 
-def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
+def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = False) -> Transformer:
     """Cut the plain `model` over the ranks of `group`, in place, and return it.
 
     Every rank of the group calls it. Each keeps its slices of the whole weights, which
     must be the same on all ranks, or on the meta device, to be read afterwards
     (`checkpoint.load` then reads this rank's slices only). `forward` still gives the
     whole logits (batch, seq, vocab) and `loss` the whole loss, on every rank; after
-    `backward` call `grads.finish(model)`. Raises ValueError where the heads do not
-    divide, naming the degrees that would do, and on a model that is cut already.
+    `backward` call `grads.finish(model)`. `sequence_parallel` cuts the stream between
+    the layers too, in one of two modes, "keep" or "again": see `sequence`. Raises
+    ValueError where the heads do not divide, naming the degrees that would do, on
+    another mode, and on a model that is cut already.
     """
-    spec = model.spec
+    spec, mode = model.spec, sequence_parallel
+    check_mode(mode)
     Layout(tp=group.size()).check(spec)
     if group.size() == 1:
         return model
@@ -44,8 +48,8 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise ValueError("this model is quantised: cut the plain one, then quantise each part")
     tied = model.lm_head.weight is model.embed_tokens.weight
-    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group)
-    model.lm_head = VocabParallelHead(model.lm_head, group)
+    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, group, mode)
+    model.lm_head = VocabParallelHead(model.lm_head, group, mode)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
     p, kv_heads = group.size(), spec.kv_heads
@@ -53,17 +57,22 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     for layer in model.layers:
         assert isinstance(layer, Block)
         assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
-        layer.self_attn = ParallelAttention(layer.self_attn, spec, group, sharers)
-        layer.mlp = ParallelMLP(layer.mlp, spec, group)
+        layer.self_attn = ParallelAttention(layer.self_attn, spec, group, mode, sharers)
+        layer.mlp = ParallelMLP(layer.mlp, spec, group, mode)
+        if mode:  # each rank norms its own tokens
+            grads.mark(layer.input_layernorm, partial=group)
+            grads.mark(layer.post_attention_layernorm, partial=group)
+    if mode:
+        grads.mark(model.norm, partial=group)
     return model
 
 
 class ColumnParallelLinear(nn.Linear):
     """Y_r = X W_rᵀ + b_r: some of the outputs, (…, in) → (…, out/p).
 
-    Its input must have entered the region by `copy_to`. That is left to the caller
-    because layers which share their input (q, k and v; gate and up) then share one
-    all-reduce in backward.
+    Its input must have entered the region, by `sequence.enter`. That is left to the
+    caller because layers which share their input (q, k and v; gate and up) then share
+    one collective.
     """
 
     def __init__(self, whole: nn.Linear, rows: Window, size: int):
@@ -75,20 +84,25 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """Y = Σ_r X_r W_rᵀ + b: some of the inputs, (…, in/p) → (…, out), summed."""
+    """Y = Σ_r X_r W_rᵀ + b: some of the inputs, (…, in/p) → (…, out), summed.
 
-    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup):
+    With sequence parallelism a rank gets its rows of the sum: (rows, out).
+    """
+
+    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, mode: Mode):
         n, p = whole.in_features, group.size()
         size = padded(n, p) // p
         biased = whole.bias is not None
         super().__init__(size, whole.out_features, bias=biased, device="meta")
-        self.group = group
+        self.group, self.mode = group, mode
         self.weight = parameter(whole.weight, window(n, p, group.rank(), dim=1), size)
         self.bias = whole.bias
         grads.mark(self, cut=group)
+        if mode:  # each rank adds it to its own tokens
+            grads.mark(self, "bias", partial=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = reduce_from(F.linear(x, self.weight), self.group)
+        y = leave(F.linear(x, self.weight), self.group, self.mode)
         # after the sum: a bias added on every rank would come p times
         return y if self.bias is None else y + self.bias
 
@@ -97,16 +111,16 @@ class ParallelAttention(Attention):
     """Attention over this rank's heads: q, k, v cut by columns, o by rows."""
 
     def __init__(self, plain: Attention, spec: ModelSpec, group: dist.ProcessGroup,
-                 sharers: dist.ProcessGroup | None):
+                 mode: Mode, sharers: dist.ProcessGroup | None):
         with torch.device("meta"):
             super().__init__(spec)
-        self.group, d = group, spec.head_dim
+        self.group, self.mode, d = group, mode, spec.head_dim
         queries, keys = _heads(spec.heads, group, d), _heads(spec.kv_heads, group, d)
         q_rows, kv_rows = queries.stop - queries.start, keys.stop - keys.start
         self.q_proj = ColumnParallelLinear(plain.q_proj, queries, q_rows)
         self.k_proj = ColumnParallelLinear(plain.k_proj, keys, kv_rows)
         self.v_proj = ColumnParallelLinear(plain.v_proj, keys, kv_rows)
-        self.o_proj = RowParallelLinear(plain.o_proj, group)
+        self.o_proj = RowParallelLinear(plain.o_proj, group, mode)
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:  # one weight for all heads, but gradients of own heads
@@ -115,69 +129,86 @@ class ParallelAttention(Attention):
             for name in ("weight", "bias"):
                 grads.mark(proj, name, cut=group, partial=partial)
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return super().forward(copy_to(x, self.group), *args, **kwargs)
+    def project(self, x: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        layers = self.q_proj, self.k_proj, self.v_proj
+        outputs = enter(x, layers, self.group, self.mode)
+        return [unpad(y, tokens) for y in outputs] if self.mode else outputs
 
 
 class ParallelMLP(MLP):
     """The feed-forward block over this rank's hidden units: gate and up column-parallel, down row-parallel."""
 
-    def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup):
+    def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup, mode: Mode):
         with torch.device("meta"):
             super().__init__(spec)
-        self.group, p = group, group.size()
+        self.group, self.mode, p = group, mode, group.size()
         units, size = window(spec.ffn, p, group.rank(), dim=0), padded(spec.ffn, p) // p
         self.gate_proj = ColumnParallelLinear(plain.gate_proj, units, size)
         self.up_proj = ColumnParallelLinear(plain.up_proj, units, size)
-        self.down_proj = RowParallelLinear(plain.down_proj, group)
+        self.down_proj = RowParallelLinear(plain.down_proj, group, mode)
         for proj in (self.gate_proj, self.up_proj):
             for name in ("weight", "bias"):
                 grads.mark(proj, name, cut=group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(copy_to(x, self.group))
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return enter(x, (self.gate_proj, self.up_proj), self.group, self.mode)
 
 
 class VocabParallelEmbedding(nn.Embedding):
     """Some rows of the table (vocab, hidden): tokens of other ranks' rows come out as zeros, then all are summed."""
 
-    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup):
+    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, mode: Mode):
         n, p = whole.num_embeddings, group.size()
         size = padded(n, p) // p
         super().__init__(size, whole.embedding_dim, _weight=torch.empty(size, whole.embedding_dim, device="meta"))
-        self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
+        self.group, self.mode = group, mode
+        self.vocab, self.rows = n, window(n, p, group.rank(), dim=0)
         self.weight = parameter(whole.weight, self.rows, size)
         grads.mark(self, cut=group)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) → (batch, seq, hidden). Raises ValueError on a token outside the vocabulary."""
+        """(batch, seq) → (batch, seq, hidden), or with sequence parallelism this rank's rows of it, (rows, hidden).
+
+        Raises ValueError on a token outside the vocabulary.
+        """
         check_tokens(tokens, self.vocab)
+        if self.mode:
+            tokens = pad(tokens.flatten(), self.group)
         mine = (tokens >= self.rows.start) & (tokens < self.rows.stop)
         x = F.embedding((tokens - self.rows.start).where(mine, 0), self.weight)
-        return reduce_from(x.where(mine.unsqueeze(-1), 0), self.group)
+        return leave(x.where(mine.unsqueeze(-1), 0), self.group, self.mode)
 
 
 class VocabParallelHead(Head):
     """Some rows of the output head (vocab, hidden): each rank has the logits of some of the tokens."""
 
-    def __init__(self, whole: Head, group: dist.ProcessGroup):
+    def __init__(self, whole: Head, group: dist.ProcessGroup, mode: Mode):
         n, p = whole.out_features, group.size()
         size = padded(n, p) // p
         with torch.device("meta"):
             super().__init__(whole.in_features, size)
-        self.group, self.vocab, self.rows = group, n, window(n, p, group.rank(), dim=0)
+        self.group, self.mode = group, mode
+        self.vocab, self.rows = n, window(n, p, group.rank(), dim=0)
         self.weight = parameter(whole.weight, self.rows, size)
         grads.mark(self, cut=group)
 
-    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None, valid: int | None = None,
+                shape: torch.Size | None = None) -> torch.Tensor:
         """(batch, seq, hidden) → all logits (batch, seq, vocab), on every rank, or with labels the cross-entropy, from
-        this rank's logits and three numbers a token from the others."""
+        this rank's logits and three numbers a token from the others. With `shape` (batch, seq), h is the stream."""
         if labels is not None:
             check_tokens(labels[labels != IGNORED], self.vocab)
-        logits = F.linear(copy_to(h, self.group), self.weight)
+        (logits,) = enter(h, [self], self.group, self.mode if shape else False)
+        if shape:
+            logits = unpad(logits.view(-1, logits.shape[-1]), shape.numel()).view(*shape, -1)
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels, self.rows, self.group, valid)
         return gather_from(logits, self.group)[..., : self.vocab]
+
+    def whole(self, stream: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        if not self.mode:
+            return stream
+        return unpad(gather_from(stream, self.group, 0), shape.numel()).view(*shape, -1)
 
 
 def check_tokens(tokens: torch.Tensor, vocab: int) -> None:
