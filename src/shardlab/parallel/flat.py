@@ -34,10 +34,36 @@ class Flat:
         start = self.start[parameter]
         return row[start : start + parameter.numel()].view(parameter.shape)
 
+    def lay(self) -> torch.Tensor:
+        """New memory for the row, with the parameters' values, which from now on have their place there."""
+        row = self.empty()
+        for parameter in self.parameters:
+            place = self.view(row, parameter)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        return row
+
     def slices(self, r: int) -> Iterator[tuple[nn.Parameter, int, int]]:
         """What slice `r` holds: (parameter, first, last) for its flattened elements first to last, in their order."""
         for i, first, last in self.row.slices(r):
             yield self.parameters[i], first, last
+
+
+class Slice:
+    """Slice `r` of a row: which parameters it has a part of, and where that lies in memory (share,) for such a slice."""
+
+    def __init__(self, flat: Flat, r: int):
+        self.flat, self.r = flat, r
+        self.spans = {parameter: (first, last) for parameter, first, last in flat.slices(r)}
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """The slice (share,) of a whole `row` (numel,): a view."""
+        return row[self.r * self.flat.share :][: self.flat.share]
+
+    def part(self, values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        """What of `values` (share,) is the parameter's, one of `spans`: its elements first to last, a view."""
+        first, last = self.spans[parameter]
+        return values[self.flat.start[parameter] + first - self.r * self.flat.share :][: last - first]
 
 
 def buckets(parameters: Sequence[nn.Parameter], p: int, nbytes: int) -> list[Flat]:

@@ -67,19 +67,25 @@ class Reducer:
         self.group = group
         self.buckets = [Bucket(flat) for flat in flats]
         self.holding = False  # inside no_sync: more backward passes will add to these gradients
+        self.used: set[nn.Parameter] = set()  # that have got a gradient since the last `finish`
         self._of = {parameter: bucket for bucket in self.buckets for parameter in bucket.flat.parameters}
-        self._used: set[nn.Parameter] = set()  # that have got a gradient since the last `finish`
-        self._pass, self._next, self._flushed = -1, 0, False
+        self._pass = -1  # autograd's number of the backward pass under way, or of the last one
+        self._running = False  # whether it has not come to its end, so that after an error it never will
+        self._next, self._flushed = 0, False  # the bucket to be sent next; whether all have been, since `finish`
         for parameter in self._of:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is one of those that are summed."""
+        return parameter in self._of
 
     def send(self, bucket: Bucket):
         """Start the bucket's collective; returns its handle."""
         assert bucket.row is not None
         return ops.all_reduce(bucket.row, group=self.group, async_op=True)
 
-    def settle(self, bucket: Bucket) -> None:
-        """What is done with the bucket's sum when it is there."""
+    def settle(self, bucket: Bucket, result: torch.Tensor) -> None:
+        """What is done with the collective's result when it is there."""
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """What this rank holds of the parameter's gradient: None if it holds nothing of it, or no rank has used it."""
@@ -91,61 +97,92 @@ class Reducer:
 
     def finish(self) -> None:
         """Send what is left, wait for all of it, and tell apart what no rank has used from what has gradient 0."""
+        if self._running:
+            raise RuntimeError(FAILED)
         if not self._flushed:  # this rank has had no backward pass that sends
             self._flush()
         for bucket in self.buckets:
-            self._wait(bucket)
+            self.wait(bucket)
         parameters = list(self._of)
-        used = torch.tensor([parameter in self._used for parameter in parameters], dtype=torch.uint8)
+        used = torch.tensor([parameter in self.used for parameter in parameters], dtype=torch.uint8)
         for parameter, some in zip(parameters, ops.all_reduce(used, "max", self.group).tolist(), strict=True):
             if not some:
                 self.drop(parameter)
-        self._used, self._flushed = set(), False
+        self.used, self._flushed = set(), False
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Autograd's hook: the gradient of the parameter is complete for this pass."""
-        if self._pass != (now := torch._C._current_graph_task_id()):  # the first gradient of this pass
-            self._pass, self._next = now, 0
-            self._begin()
-        bucket = self._of[parameter]
-        if parameter not in self._used and bucket.has(parameter):
-            raise RuntimeError("gradients of the last step are still there: call zero_grad(), with set_to_none=True, "
-                               "before the next backward")
-        bucket.take(parameter)
-        self._used.add(parameter)
-        if self.repeats or not self.holding:
-            bucket.ready.add(parameter)
-            while self._next < len(self.buckets) and self.buckets[self._next].complete:
-                self._send(self.buckets[self._next])
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what has been sent of the bucket, and settle it."""
+        if bucket.sent is not None:
+            result, bucket.sent = bucket.sent.wait(), None
+            self.settle(bucket, result)
 
-    def _begin(self) -> None:
-        if self._flushed and not self.repeats:
-            raise RuntimeError("the gradients of this step have been sent already: call grads.finish before the next "
-                               "backward, or run all but the last of several inside data.no_sync(model)")
+    def forget(self) -> None:
+        """Wait for what is under way, and begin anew without it."""
         for bucket in self.buckets:
-            bucket.ready.clear()
-        if self.repeats or not self.holding:
-            torch.autograd.Variable._execution_engine.queue_callback(self._flush)  # when this pass ends
+            if bucket.sent is not None:
+                bucket.sent.wait()
+                bucket.sent = None
+        self.used, self._running, self._flushed, self._next = set(), False, False, 0
 
-    def _flush(self) -> None:
-        """Send the buckets that are left, with zeros for gradients that this pass has not come by."""
-        for bucket in self.buckets[self._next :]:
-            self._send(bucket)
-        if self.repeats:
-            for bucket in self.buckets:
-                self._wait(bucket)
-        self._flushed, self._next = True, 0
+    def arrived(self) -> None:
+        """Another gradient is there: send the buckets whose turn it is."""
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self.send_next()
 
-    def _send(self, bucket: Bucket) -> None:
+    def send_next(self) -> None:
+        """Send the next bucket, with zeros for gradients that this pass has not come by."""
+        bucket = self.buckets[self._next]
         bucket.fill()
         bucket.sent = self.send(bucket)
         self._next += 1
 
-    def _wait(self, bucket: Bucket) -> None:
-        if bucket.sent is not None:
-            bucket.sent.wait()
-            bucket.sent = None
-            self.settle(bucket)
+    def begin(self) -> None:
+        """A backward pass begins, with its first gradient. Raises RuntimeError where it must not."""
+        if self._running:
+            if any(bucket.has(parameter) for parameter, bucket in self._of.items()):
+                raise RuntimeError(FAILED)
+            self.forget()
+        if self._flushed and not self.repeats:
+            raise RuntimeError("the gradients of this step have been sent already: call grads.finish before the next "
+                               "backward, or run all but the last of several inside data.no_sync(model)")
+        self._running, self._next = True, 0
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        """The backward pass has come to its end."""
+        self._running = False
+        if self.repeats or not self.holding:
+            self._flush()
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd's hook: the gradient of the parameter is complete for this pass."""
+        if self._pass != (now := torch._C._current_graph_task_id()):  # the first gradient of this pass
+            self._pass = now
+            self.begin()
+        bucket = self._of[parameter]
+        if parameter not in self.used and bucket.has(parameter):
+            raise RuntimeError("gradients of the last step are still there: call zero_grad(), with set_to_none=True, "
+                               "before the next backward")
+        bucket.take(parameter)
+        self.used.add(parameter)
+        if self.repeats or not self.holding:
+            bucket.ready.add(parameter)
+            self.arrived()
+
+    def _flush(self) -> None:
+        """Send the buckets that are left."""
+        while self._next < len(self.buckets):
+            self.send_next()
+        if self.repeats:
+            for bucket in self.buckets:
+                self.wait(bucket)
+        self._flushed, self._next = True, 0
+
+
+FAILED = ("the last backward pass ended with an error, and what it has left of gradients is no use: call zero_grad() "
+          "before the next one")
 
 
 @contextmanager
