@@ -50,7 +50,7 @@ class Flat:
 
 
 class Slice:
-    """Slice `r` of a row: which parameters it has a part of, and where that lies in memory (share,) for such a slice."""
+    """Slice `r` of a row: which parameters it has a part of, and where that lies in memory (share,) for it."""
 
     def __init__(self, flat: Flat, r: int):
         self.flat, self.r = flat, r

@@ -136,8 +136,14 @@ class Reducer:
         bucket.sent = self.send(bucket)
         self._next += 1
 
+    def enter(self) -> None:
+        """Called in backward: `begin`, if this is another pass than the last time."""
+        if self._pass != (now := torch._C._current_graph_task_id()):
+            self._pass = now
+            self.begin()
+
     def begin(self) -> None:
-        """A backward pass begins, with its first gradient. Raises RuntimeError where it must not."""
+        """A backward pass begins. Raises RuntimeError where it must not."""
         if self._running:
             if any(bucket.has(parameter) for parameter, bucket in self._of.items()):
                 raise RuntimeError(FAILED)
@@ -158,9 +164,7 @@ class Reducer:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """Autograd's hook: the gradient of the parameter is complete for this pass."""
-        if self._pass != (now := torch._C._current_graph_task_id()):  # the first gradient of this pass
-            self._pass = now
-            self.begin()
+        self.enter()
         bucket = self._of[parameter]
         if parameter not in self.used and bucket.has(parameter):
             raise RuntimeError("gradients of the last step are still there: call zero_grad(), with set_to_none=True, "

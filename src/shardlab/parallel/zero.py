@@ -12,26 +12,30 @@ parameters in this rank's slices, each a parameter of its own: so groups keep th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import nn, optim
 
 from ..comm import ops, phase
+from ..model.transformer import Transformer
 from ..specs.rows import BUCKET
 from .data import agree
 from .flat import Flat, Slice, buckets
+from .gathering import Gathering, Unit
 from .reducer import Bucket, Reducer
+from .zero_check import refuse
+from .zero_state import gathered
 
-# whose update of a number looks at this number, its gradient and its states alone, so that slices can be stepped
-ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop,
-               optim.Adadelta, optim.ASGD, optim.Rprop)
+__all__ = ["gathered", "shard"]
+
 LOW = (torch.bfloat16, torch.float16)  # too coarse for small updates: the optimizer steps float32 copies
 
 
-def shard(model: nn.Module, optimizer: optim.Optimizer, group: dist.ProcessGroup, stage: int,
-          bucket_bytes: int = BUCKET) -> nn.Module:
+def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGroup, stage: int,
+          bucket_bytes: int = BUCKET) -> Transformer:
     """Cut what training holds over the group's ranks, in place in `model` and in `optimizer`; returns the model.
 
     Every rank of the group calls it, and from then on does the same: as many forward passes, backward passes and steps
@@ -41,14 +45,44 @@ def shard(model: nn.Module, optimizer: optim.Optimizer, group: dist.ProcessGroup
     copies in float32, which the optimizer steps. Raises ValueError on another stage, a model that has a data axis,
     an optimizer whose update is not element by element, that has begun, or that does not hold the trained parameters.
     """
-    _check(model, optimizer, stage)
+    refuse(model, optimizer, stage)
     agree(model, group)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rows = buckets(trained[::-1], group.size(), bucket_bytes)
-    reducer = (Stage1 if stage == 1 else Stage2)(rows, group)
+    if stage == 3:
+        reducer: Stage1 = Stage3(model, group)
+    else:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        rows = buckets(trained[::-1], group.size(), bucket_bytes)
+        reducer = (Stage1 if stage == 1 else Stage2)(rows, group, Whole(rows, group))
     reducer.serve(optimizer)
     model.reducer = reducer  # type: ignore[assignment]
     return model
+
+
+class Whole:
+    """The trained weights under stages 1 and 2: all on every rank, each row one piece of memory."""
+
+    def __init__(self, rows: Sequence[Flat], group: dist.ProcessGroup):
+        self.group = group
+        self.rows = {row: row.lay() for row in rows}  # (numel,)
+        self.slices = {row: Slice(row, group.rank()) for row in rows}
+        self.held = {row: self.slices[row].of(memory) for row, memory in self.rows.items()}  # (share,)
+        self.opened = False
+
+    def updated(self) -> None:
+        """Each rank has changed its slices: all get all of them."""
+        with phase("step"):
+            sent = [ops.all_gather(self.held[row], self.group, async_op=True, out=memory)
+                    for row, memory in self.rows.items()]
+            for each in sent:
+                each.wait()
+
+    def open(self) -> None:
+        """All weights are there as it is."""
+        self.opened = True
+
+    def close(self) -> None:
+        """The slices are those of the weights."""
+        self.opened = False
 
 
 class Stage1(Reducer):
@@ -56,22 +90,17 @@ class Stage1(Reducer):
 
     shards = True
 
-    def __init__(self, rows: Sequence[Flat], group: dist.ProcessGroup):
+    def __init__(self, rows: Sequence[Flat], group: dist.ProcessGroup, weights: Whole | Gathering):
         super().__init__(rows, group)
-        self.slices = {row: Slice(row, group.rank()) for row in rows}
-        self.weights = {row: row.lay() for row in rows}  # memory (numel,) of each row
+        self.weights = weights
         self.stepped: dict[nn.Parameter, nn.Parameter] = {}  # the part of a parameter that this rank's optimizer steps
         self.order: list[list[nn.Parameter]] = []  # the parameters of the optimizer's groups, before they were cut
         self.finished = False  # and the gradients not zeroed yet
         for row in rows:
-            mine = self.held(row)
-            for parameter in self.slices[row].spans:
-                part = self.slices[row].part(mine, parameter)
+            slice = weights.slices[row]
+            for parameter in slice.spans:
+                part = slice.part(weights.held[row], parameter)
                 self.stepped[parameter] = nn.Parameter(part.float() if row.dtype in LOW else part)
-
-    def held(self, row: Flat) -> torch.Tensor:
-        """This rank's slice of the row's weights, (share,)."""
-        return self.slices[row].of(self.weights[row])
 
     def serve(self, optimizer: optim.Optimizer) -> None:
         """Let the optimizer step this rank's parts instead of the parameters."""
@@ -84,12 +113,12 @@ class Stage1(Reducer):
 
     def send(self, bucket: Bucket):
         assert bucket.row is not None
-        mine = self.slices[bucket.flat].of(bucket.row)
+        mine = self.weights.slices[bucket.flat].of(bucket.row)
         return ops.reduce_scatter(bucket.row, group=self.group, async_op=True, out=mine)
 
     def settle(self, bucket: Bucket, result: torch.Tensor) -> None:
         """Give the parts their gradients, in the parts' dtype."""
-        slice = self.slices[bucket.flat]
+        slice = self.weights.slices[bucket.flat]
         for parameter in slice.spans:
             mine = self.stepped[parameter]
             part = slice.part(result, parameter).to(mine.dtype)
@@ -129,24 +158,24 @@ class Stage1(Reducer):
         """Raises RuntimeError where gradients are not finished: the optimizer would step some, or none."""
         if self.used:
             raise RuntimeError("the gradients are not summed yet: call grads.finish(model) before optimizer.step()")
+        if self.weights.opened:
+            raise RuntimeError("inside zero.gathered(model) weights are read or loaded: step outside of it")
 
     @torch.no_grad()
     def after_step(self, *_) -> None:
-        """Every rank gets the weights that the others have updated."""
-        self.round()
-        with phase("step"):
-            sent = [ops.all_gather(self.held(row), self.group, async_op=True, out=weights)
-                    for row, weights in self.weights.items()]
-            for each in sent:
-                each.wait()
-        for parameter in self._of:
-            torch.autograd.graph.increment_version(parameter)  # a graph from before the step must not be used after it
+        """What this rank has updated becomes the weights of all."""
+        for parameter, part in self.copied():
+            part.copy_(self.stepped[parameter])
+        self.weights.updated()
+        for parameter in self._of:  # so that a graph from before the update says that it is too late
+            torch.autograd.graph.increment_version(parameter)
 
-    def round(self) -> None:
-        """Bring the master copies into the weights."""
-        for row, slice in self.slices.items():
-            for parameter in slice.spans if row.dtype in LOW else ():
-                slice.part(self.held(row), parameter).copy_(self.stepped[parameter])
+    def copied(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The parts of 16 bits that have master copies: (parameter, its part of the weights)."""
+        for bucket in self.buckets:
+            slice = self.weights.slices[bucket.flat]
+            for parameter in slice.spans if bucket.flat.dtype in LOW else ():
+                yield parameter, slice.part(self.weights.held[bucket.flat], parameter)
 
 
 class Stage2(Stage1):
@@ -165,25 +194,29 @@ class Stage2(Stage1):
         bucket.row = None
 
 
-def _check(model: nn.Module, optimizer: optim.Optimizer, stage: int) -> None:
-    """Raise ValueError where `shard` can't."""
-    if stage not in (1, 2, 3):
-        raise ValueError(f"ZeRO has stages 1, 2 and 3, not {stage!r}")
-    if hasattr(model, "reducer"):
-        raise ValueError("this model has a data axis already: shard the one without")
-    kind = type(optimizer).__name__
-    if type(optimizer) not in ELEMENTWISE:
-        raise ValueError(f"the ranks would step slices, which cut through matrices, and {kind} may look at a whole one "
-                         "(as LBFGS, Adafactor and Muon do); updates known to be element by element are those of "
-                         + ", ".join(each.__name__ for each in ELEMENTWISE))
-    if optimizer.state:
-        raise ValueError(f"this {kind} has begun: shard before the first step, then zero.load_state_dict brings its "
-                         "states back")
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    held = {parameter: None for group in optimizer.param_groups for parameter in group["params"]}
-    if foreign := [parameter for parameter in held if parameter not in names]:
-        raise ValueError(f"this {kind} has {len(foreign)} parameters that the model has not, the first of shape "
-                         f"{tuple(foreign[0].shape)}: make it of the model's parameters, after tensor.cut")
-    if missing := [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]:
-        raise ValueError(f"this {kind} does not hold {missing[0]}, which is trained ({len(missing)} such): freeze it "
-                         "with requires_grad_(False)")
+class Stage3(Stage2):
+    """Weights too are whole only while they are used: see `gathering`."""
+
+    def __init__(self, model: Transformer, group: dist.ProcessGroup):
+        self.gathering = Gathering(model, group, self.over)
+        units = self.gathering.units[::-1]  # as backward comes by
+        super().__init__([row for unit in units for row in unit.trained], group, self.gathering)
+        ends = accumulate(len(unit.trained) for unit in units)
+        self._end = dict(zip(units, ends, strict=True))  # the bucket after the unit's last
+
+    def arrived(self) -> None:
+        """A bucket waits until its unit is over."""
+
+    def over(self, unit: Unit) -> None:
+        """Send the gradients of the unit."""
+        self.enter()
+        while self._next < self._end[unit]:
+            self.send_next()
+
+    def end(self) -> None:
+        super().end()
+        self.gathering.free()
+
+    def finish(self) -> None:
+        super().finish()
+        self.gathering.finish()
