@@ -1,6 +1,7 @@
 """Collectives of one step, against hand arithmetic. The run confirms them in tests/parity."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -50,12 +51,14 @@ def test_the_loss_is_taken_in_fp32_at_least(dtype, width):
 def test_copied_heads_and_their_norms_are_summed_after_backward():
     spec = ModelSpec(**SIZES | dict(kv_heads=2), attention_bias=True, qk_norm=True)
     bill = traffic(spec, Layout(4), batch=1, seq=1)
+    names = "self_attn.k_proj, self_attn.k_proj.bias, self_attn.v_proj, self_attn.v_proj.bias"
     assert {c.what: (c.count, c.payload, c.ranks) for c in bill.where(phase="finish")} == {
-        "self_attn.k_proj": (3, 8 * 32 * 4, 2), "self_attn.k_proj.bias": (3, 8 * 4, 2),
-        "self_attn.v_proj": (3, 8 * 32 * 4, 2), "self_attn.v_proj.bias": (3, 8 * 4, 2),
-        "self_attn.q_norm": (3, 8 * 4, 4), "self_attn.k_norm": (3, 8 * 4, 4)}
+        names: (1, 3 * 2 * (8 * 32 + 8) * 4, 2), "self_attn.q_norm, self_attn.k_norm": (1, 3 * 2 * 8 * 4, 4)}
     assert {c.what for c in traffic(spec, Layout(2), 1, 1).where(phase="finish")} == {
-        "self_attn.q_norm", "self_attn.k_norm"}
+        "self_attn.q_norm, self_attn.k_norm"}
+    one = replace(spec, kv_heads=1)  # all ranks hold it, as they do the norms
+    assert [(c.payload, c.ranks) for c in traffic(one, Layout(4), 1, 1).where(phase="finish")] == [
+        (3 * 2 * (8 * 32 + 8 + 8) * 4, 4)]
     assert traffic(spec, Layout(4), 1, 1, backward=False).count(phase="finish") == 0
 
 

@@ -2,13 +2,15 @@
 
 from .activations import Activations, activations, forward_peak
 from .bill import Bill, Row
+from .collective import Collective
 from .comm import algbw, busbw, crossover, fastest, hops, message_count, serial_bytes, wire
 from .comm import seconds as collective_seconds
+from .files import checkpoint
 from .fit import Fit, fit
 from .korthikanti import korthikanti, selective_flops
 from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
-from .memory import MemoryBill, Part, checkpoint, memory
+from .memory import MemoryBill, Part, memory
 from .messages import ALGORITHMS, Message, messages
 from .serve_way import Serve
 from .serving import serving
@@ -24,7 +26,7 @@ from .time import (
     training_flops,
     utilisation,
 )
-from .traffic import Collective, TrafficBill, traffic
+from .traffic import TrafficBill, traffic
 from .train_rungs import Train
 from .training import training
 from .transfers import seconds as transfer_seconds

@@ -1,0 +1,90 @@
+"""A bill of memory, line by line."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..specs import Dtype, ModelSpec
+from ..specs.storage import Packed
+from ..specs.units import count, decimal
+from .bill import Row
+
+if TYPE_CHECKING:
+    from .memory import MemoryBill
+
+
+def rows_of(bill: MemoryBill) -> list[Row]:
+    """Weights by group and in all, gradients, states, parts, and the sum."""
+    held = sum(bill.elements.values())
+    rows = [] if bill.layout.zero == 3 else [_group(bill, group) for group, n in bill.elements.items() if n]
+    plain = bill.format.matrix == bill.format.expert == bill.format.rest
+    width = f"{bill.format.rest.bits // 8} B" if plain else f"{bill.weights / held:.4f} B"
+    numbers = bill.share.weights if bill.layout.zero else held
+    params = f"{_part(bill.spec.total, numbers, bill.layout.tp)} params × {width} ({bill.format.name})"
+    rows.append(Row("weights", params, bill.weights, note=_note(bill.weights, bill.active, bill.spec)))
+    for i, (n, dtype) in enumerate(bill.kept_gradients):
+        rows.append(_numbers("gradients" + ", own part" * (i > 0), n, 1, dtype))
+    if bill.master:
+        rows.append(_numbers("master weights", bill.share.stepped, 1, bill.master))
+    if bill.formats and bill.kept[0]:
+        rows.append(_numbers("moments", bill.share.stepped, bill.kept[0], bill.formats.stepped))
+    if bill.steps:
+        what = "pieces of tensors" if bill.layout.zero else "tensors"
+        rows.append(Row("steps", f"{bill.share.pieces} {what} × {bill.kept[1]} B (fp32)", bill.steps))
+    rows += [Row(part.kind, part.derivation, part.nbytes) for part in bill.parts if part.on == "card"]
+    rows.append(Row("each rank", " + ".join(r.label for r in rows if r.label[0] != " "), bill.per_rank))
+    return rows + [Row(f"{part.kind}, host", part.derivation, part.nbytes) for part in bill.parts if part.on == "host"]
+
+
+def notes_of(bill: MemoryBill) -> list[str]:
+    """What ranks hold alike, and what more than the model they hold together."""
+    layout = bill.layout
+    if layout.world_size == 1:
+        return []
+    notes = [] if layout.zero == 0 else [
+        f"Of {layout.dp} ranks of the data axis, number {bill.coordinate}: others differ by padding and step counters."]
+    if layout.tp > 1:
+        same = "Every rank holds the same. In all" if layout.zero == 0 else "In all of a replica"
+        notes.append(f"{same} {count(bill.copied)} numbers are copies of what another rank holds too, "
+                     f"{count(bill.padding)} are padding.")
+    return notes
+
+
+def _numbers(label: str, n: int, kept: int, dtype: Dtype) -> Row:
+    times = f"{kept} × " if kept > 1 else ""
+    return Row(label, f"{count(n)} × {times}{dtype.bytes} B ({dtype.name})", n * kept * dtype.bytes)
+
+
+def _group(bill: MemoryBill, group: str) -> Row:
+    """The weights of one group: numbers × bytes, and scales × bytes, for each way that some of them are stored."""
+    kinds: dict[Packed, list[int]] = {}
+    for times, tensor in bill.spec.counted():
+        if tensor.group == group:
+            shape = tensor.local_shape(bill.layout.tp)
+            packed = bill.format.of(group, shape)
+            sums = kinds.setdefault(packed, [0, 0, 0])
+            for i, n in enumerate((tensor.size, math.prod(shape), packed.scales(shape))):
+                sums[i] += times * n
+    text = " + ".join(_stored_as(packed, sums, bill.layout.tp) for packed, sums in kinds.items())
+    stored = bill.stored[group]
+    return Row(f"  {group}", text, stored, note=_note(stored, active_of(bill.spec, group, stored), bill.spec))
+
+
+def _part(whole: int, held: int, tp: int) -> str:
+    return count(held) if tp == 1 and whole == held else f"{count(whole)} → {count(held)}"
+
+
+def _stored_as(packed: Packed, sums: list[int], tp: int) -> str:
+    whole, held, scales = sums
+    text = f"{_part(whole, held, tp)} × {packed.bits / 8:g} B ({packed.name})"
+    return text + (f" + {count(scales)} scales × {packed.scale_bytes} B" if scales else "")
+
+
+def active_of(spec: ModelSpec, group: str, nbytes: int) -> int:
+    """What a token uses of `nbytes` of weights: of routed experts, those that it is sent to."""
+    return nbytes * spec.experts.active // spec.experts.routed if spec.experts and group == "experts" else nbytes
+
+
+def _note(resident: int, active: int, spec: ModelSpec) -> str:
+    return f"active {decimal(active)}" if spec.experts and active != resident else ""
