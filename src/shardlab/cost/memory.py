@@ -250,5 +250,5 @@ def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, buc
         numbers, counter = bill.kept
         each = numbers * formats.stepped.bytes + (bill.master.bytes if bill.master else 0) if formats else 0
         coordinate = fullest(rows.gradients, layout.dp, each, counter) if layout.zero else 0
-    apart = formats is not None and formats.part != formats.gradients
-    return replace(bill, share=share(rows, coordinate, apart), coordinate=coordinate)
+    converted = formats is not None and formats.part != formats.gradients
+    return replace(bill, share=share(rows, coordinate, converted), coordinate=coordinate)

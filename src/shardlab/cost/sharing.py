@@ -18,7 +18,7 @@ from .data_rows import DataRows, Rowed
 
 class Share(NamedTuple):
     """Numbers that one rank holds: of `weights`; of `gradients` of all that is trained, and of its `part` of those
-    where it keeps that apart; padding included. Its optimizer steps `stepped` numbers, in so many `pieces`."""
+    where it keeps that apart. Its optimizer steps `stepped` numbers, padding left out, in so many `pieces`."""
 
     weights: int
     gradients: int
@@ -27,20 +27,22 @@ class Share(NamedTuple):
     pieces: int
 
 
-def share(rows: DataRows, coordinate: int, apart: bool) -> Share:
-    """What the rank at `coordinate` of the data axis holds. `apart` says whether, under stage 1, it keeps its part of
-    the gradients in another format than all of them."""
+def share(rows: DataRows, coordinate: int, converted: bool) -> Share:
+    """What the rank at `coordinate` of the data axis holds. `converted` says whether it keeps its part of the gradients
+    in another format than they are sent in: then stage 1 has it apart, and it is without padding."""
     zero, trained = rows.layout.zero, rows.parameters.trained
     everything = sum(each.numel for each in rows.parameters)
     stepped = sum(each.numel for each in trained)
     if not zero:
         return Share(everything, stepped, 0, stepped, len(trained))
-    padded, part = (sum(getattr(row, of) for row, _ in rows.gradients) for of in ("numel", "share"))
-    weights = (sum(each.row.share for unit in rows.units for each in unit.rows) if zero == 3
-               else everything - stepped + padded)
-    return Share(weights, padded if zero == 1 else 0, part if apart or zero > 1 else 0,
-                 sum(row.held(coordinate) for row, _ in rows.gradients),
-                 sum(sum(1 for _ in row.slices(coordinate)) for row, _ in rows.gradients))
+    mine = [row for row, _ in rows.gradients]
+    padded, held = sum(row.numel for row in mine), sum(row.held(coordinate) for row in mine)
+    weights = everything - stepped + padded
+    if zero == 3:
+        weights = sum(each.row.share for unit in rows.units for each in unit.rows)
+    part = held if converted else 0 if zero == 1 else sum(row.share for row in mine)
+    return Share(weights, padded if zero == 1 else 0, part, held,
+                 sum(1 for row in mine for _ in row.slices(coordinate)))
 
 
 def own(rows: Sequence[Rowed], coordinate: int) -> dict[str, int]:

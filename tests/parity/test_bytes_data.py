@@ -1,0 +1,94 @@
+"""The bytes of the data axis, predicted and counted: every collective of a step, and what is held after it.
+
+Over dp and over dp × tp, plain and ZeRO 1 to 3, with and without sequence parallelism: each call by axis, op, phase and
+payload, on every rank.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from shardlab import comm
+from shardlab.cost import memory, traffic
+from shardlab.model.transformer import Transformer
+from shardlab.parallel import data, grads, mesh, tensor, zero
+from shardlab.specs import Layout, ModelSpec, dtype_of
+
+SIZES = dict(hidden=24, layers=3, heads=12, kv_heads=4, head_dim=4, ffn=90, vocab=101)
+ODD = dict(hidden=18, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=35, vocab=53, attention_bias=True, output_bias=True,
+           mlp_bias=True, qk_norm=True, tied=True)
+FROZEN = ("layers.0", "layers.1.mlp.up_proj")
+BUCKET = 20_000
+LAYOUTS = [Layout(dp=dp, zero=zero) for dp in (2, 3, 4) for zero in range(4)]
+
+
+def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, transport="backend", algorithm=None):
+    """A step recorded, and the bytes that this rank holds after it. Sequence after sequence, 2 × 7 tokens a pass."""
+    groups = mesh.build(dp=layout.dp, tp=layout.tp)
+    model = Transformer(spec, recompute).to(getattr(torch, dtype_of(dtype).torch))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(name == each or name.startswith(f"{each}.") for each in frozen))
+    tokens = torch.randint(0, spec.vocab, (accumulate, 2, 7), generator=torch.Generator().manual_seed(0))
+    with comm.record() as ledger, comm.use(algorithm, transport=transport):
+        tensor.cut(model, groups.get_group("tp"), layout.sp)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if layout.zero:
+            zero.shard(model, optimizer, groups.get_group("dp"), layout.zero, BUCKET)
+        else:
+            data.replicate(model, groups.get_group("dp"), BUCKET)
+        for each in tokens[:-1]:
+            with data.no_sync(model):
+                model.loss(each, each.roll(-1, 1), tokens.numel()).backward()
+        model.loss(tokens[-1], tokens[-1].roll(-1, 1), tokens.numel()).backward()
+        grads.finish(model)
+        grads.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    calls = Counter((e.axis, e.op, e.phase, len(e.ranks), e.payload) for e in ledger.entries)
+    return calls, held(model, optimizer), sum(e.wire for e in ledger.entries)
+
+
+def held(model, optimizer):
+    """Bytes of the weights, of the gradients and of what the optimizer keeps, each piece of memory once."""
+    reducer = getattr(model, "reducer", None)
+    weights = [parameter.data for parameter in model.parameters()]
+    if isinstance(reducer, zero.Stage3):
+        weights = list(reducer.gathering.held.values())
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in (*model.parameters(), *own)]
+    states = [state for each in optimizer.state.values() for state in each.values()]
+    master = [parameter.data for parameter in own]
+    return {"weights": size(weights), "gradients": size(gradients),
+            "states": size([*states, *master], without=weights)}
+
+
+def size(tensors, without=()):
+    """Bytes of the storages of these tensors, those of others left out."""
+    def of(some):
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in some if t is not None}
+    others = of(without)
+    return sum(nbytes for where, nbytes in of(tensors).items() if where not in others)
+
+
+def predicted(bill):
+    calls = Counter()
+    for c in bill.collectives:
+        calls[c.axis, c.op, "forward" if c.phase == "clip" else c.phase, c.ranks, c.payload] += c.count
+    return calls
+
+
+def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, transport="backend"):
+    how = dict(dtype=dtype, frozen=frozen, bucket=BUCKET)
+    ranks = pool(layout.world_size).run(step, spec, layout, dtype, frozen, recompute, accumulate, transport)
+    for rank, (calls, bytes_held, _) in enumerate(ranks):
+        bill = traffic(spec, layout, 2, 7, recompute=recompute, accumulate=accumulate, rank=rank, start=True, clip=True,
+                       **how)
+        assert calls == predicted(bill)
+        states = memory(spec, layout, training=True, rank=rank, **how)
+        assert bytes_held == {kind: getattr(states, kind) for kind in bytes_held}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.degrees)
+@pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["even", "odd"])
+def test_counted_equals_predicted(pool, sizes, layout):
+    check(pool, ModelSpec(**sizes), layout)
