@@ -57,20 +57,28 @@ def mark(module: nn.Module, name: str = "weight", *, cut: dist.ProcessGroup | No
 def finish(model: nn.Module) -> None:
     """Sum what backward left in parts, in place: over the data axis, then over ranks that hold the same.
 
-    Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step: a second
-    call would sum what is summed already. The parts travel in one piece, one all-reduce for each group and dtype.
+    Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step. The parts
+    travel in one piece, one all-reduce for each group and dtype. Raises RuntimeError where it has been called already,
+    and where a parameter is trained that was frozen, or not there, when the model got its data axis.
     """
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
+            for name, parameter, _, _ in _trained(model):
+                if parameter not in reducer:
+                    raise RuntimeError(f"the gradient of {name} is not summed over ranks: it is new, or was frozen, "
+                                       "since the model was replicated or sharded; do that last")
             reducer.finish()
         parts: dict[tuple, list[torch.Tensor]] = {}
         for piece in pieces(model):
             if piece.mark.partial is not None:
+                if getattr(piece.gradient, "finished", None) == piece.gradient._version:
+                    raise RuntimeError(f"the gradient of {piece.name} is summed already: call grads.finish once a step")
                 parts.setdefault((piece.mark.partial, piece.gradient.dtype), []).append(piece.gradient)
         for (group, _), gradients in parts.items():
             summed = ops.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group=group)
             for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+                gradient.finished = gradient._version  # type: ignore[attr-defined]
 
 
 def pieces(model: nn.Module) -> Iterator[Piece]:
@@ -87,25 +95,48 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients of the whole model as one vector: a float64 scalar, the same on every rank.
 
     Each number counts once, however many ranks hold it. Every rank calls it, after `finish`. `norm_type` is p of
-    (Σ |g|^p)^(1/p), or inf for the largest |g|. Raises ValueError on one below 1.
+    (Σ |g|^p)^(1/p), or inf for the largest |g|. What is nan or infinite on one rank makes it so on all, even where
+    another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish`.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
-    largest = math.isinf(norm_type)
+    largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
+    if reducer is not None and reducer.used:
+        raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
     # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same
-    sums = {groups: torch.zeros((), dtype=torch.float64, device=parameter.device)
-            for _, parameter, _, groups in _trained(model)}
+    trained = list(_trained(model))
+    axes = dict.fromkeys(group for _, _, _, groups in trained for group in groups)
+    total = torch.zeros((), dtype=torch.float64, device=trained[0][1].device if trained else None)
     for piece in pieces(model):
-        if piece.mark.cut and piece.mark.partial and piece.mark.partial.rank():
-            continue  # the first of those that hold the same part counts it
-        g = piece.gradient
-        own = torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)).double()
-        sums[piece.groups] = torch.maximum(sums[piece.groups], own) if largest else sums[piece.groups] + own**norm_type
-    for groups, total in sums.items():
-        for group in groups:
-            ops.all_reduce(total, "max" if largest else "sum", group)
-    powers = torch.stack(list(sums.values())) if sums else torch.zeros(1, dtype=torch.float64)
-    return powers.max() if largest else powers.sum() ** (1 / norm_type)
+        if piece.mark.partial and reducer is None and not hasattr(piece.gradient, "finished"):
+            raise RuntimeError(f"this rank has a part of the gradient of {piece.name}: call grads.finish(model) first")
+        own = _power(piece.gradient, norm_type)
+        alike = [group for group in axes if group not in piece.groups]
+        alike += [piece.mark.partial] if piece.mark.cut and piece.mark.partial else []
+        if any(group.rank() for group in alike):
+            own = own * 0  # the first of those that hold the same counts it; of what is not finite this leaves nan
+        total = torch.maximum(total, own) if largest else total + own
+    if largest:
+        total = total.where(~total.isnan(), math.inf)  # a backend's maximum may lose nan
+    for group in axes:
+        ops.all_reduce(total, "max" if largest else "sum", group)
+    return total if largest else total ** (1 / norm_type)
+
+
+def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
+    """Σ |g|^p, or for p = inf the largest |g|: a float64 scalar.
+
+    A float32 sum of millions of squares is wrong in its fifth digit. Sums of 1,024 are added up in float64 here, which
+    takes no longer.
+    """
+    if math.isinf(p):
+        low, high = gradient.aminmax()
+        return torch.maximum(-low, high).double()
+    flat, dtype = gradient.flatten(), torch.promote_types(gradient.dtype, torch.float32)
+    whole = flat.numel() // 1024 * 1024
+    parts = flat[:whole].view(-1, 1024), flat[whole:].view(1, -1)
+    sums = [torch.linalg.vector_norm(part, p, dim=1, dtype=dtype).double().pow(p).sum() for part in parts]
+    return sums[0] + sums[1]
 
 
 @torch.no_grad()
@@ -117,6 +148,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     nan or infinite all ranks know it. They raise FloatingPointError together, each naming what it holds that is not
     finite; or with `error_if_nonfinite` False leave the gradients alone, so that all can skip the step.
     """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm = {max_norm}: give a number above 0, or inf to clip nothing")
     total = norm(model, norm_type)
     if not torch.isfinite(total):
         if not error_if_nonfinite:
@@ -126,8 +159,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
                                  f"{', '.join(here[:5]) or 'none'}{' …' if len(here) > 5 else ''}. "
                                  "Lower the learning rate, or skip the step: error_if_nonfinite=False")
     scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-    if scale < 1:
-        torch._foreach_mul_([piece.gradient for piece in pieces(model)], scale)
+    if scale < 1 and (held := [piece.gradient for piece in pieces(model)]):  # a rank may hold nothing but padding
+        torch._foreach_mul_(held, scale)
     return total
 
 

@@ -82,7 +82,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, data: dist.Proces
         raise ValueError(f"the model's gradients are summed over ranks {theirs}, and data is ranks {ours}: replicate "
                          "or shard the model over the group that you give as data, which is None for a plain model")
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
+    missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in held]
     if missing and not (reducer and reducer.shards):  # ZeRO has seen to that, and put slices in their place
         raise ValueError(f"the optimizer does not hold {missing[0]}, which is trained ({len(missing)} such): make it "
                          "after tensor.cut, which makes new parameters, or freeze what it should leave alone")
