@@ -99,6 +99,8 @@ class Reducer:
         """Send what is left, wait for all of it, and tell apart what no rank has used from what has gradient 0."""
         if self._running:
             raise RuntimeError(FAILED)
+        if self.left():
+            raise RuntimeError(LEFT)
         if not self._flushed:  # this rank has had no backward pass that sends
             self._flush()
         for bucket in self.buckets:
@@ -109,6 +111,10 @@ class Reducer:
             if not some:
                 self.drop(parameter)
         self.used, self._flushed = set(), False
+
+    def left(self) -> bool:
+        """Whether gradients are there that have been summed already."""
+        return any(parameter not in self.used and bucket.has(parameter) for parameter, bucket in self._of.items())
 
     def wait(self, bucket: Bucket) -> None:
         """Wait for what has been sent of the bucket, and settle it."""
@@ -167,8 +173,7 @@ class Reducer:
         self.enter()
         bucket = self._of[parameter]
         if parameter not in self.used and bucket.has(parameter):
-            raise RuntimeError("gradients of the last step are still there: call zero_grad(), with set_to_none=True, "
-                               "before the next backward")
+            raise RuntimeError(LEFT)
         bucket.take(parameter)
         self.used.add(parameter)
         if self.repeats or not self.holding:
@@ -187,6 +192,8 @@ class Reducer:
 
 FAILED = ("the last backward pass ended with an error, and what it has left of gradients is no use: call zero_grad() "
           "before the next one")
+LEFT = ("gradients of the last step are still there: call grads.finish once a step, and before the next backward "
+        "optimizer.zero_grad(), which sets them to None")
 
 
 @contextmanager
