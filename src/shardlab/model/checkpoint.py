@@ -79,6 +79,7 @@ def save(model: Transformer, folder: str | Path) -> None:
             raise ValueError(f"{name} is no weight of the plain model: if it was quantised, save it before that")
         # by its shape too: `load_state_dict(assign=True)` replaces parameters, and the window is lost
         cut = hasattr(parameter, "window") or tuple(parameter.shape) != whole[name]
+        cut = cut or parameter.untyped_storage().nbytes() < parameter.nbytes  # by ZeRO-3, and not gathered
         if cut or parameter.is_meta:
             raise ValueError(f"{name} is {'cut' if cut else 'on meta'}: save the whole model")
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")

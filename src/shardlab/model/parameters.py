@@ -44,12 +44,24 @@ def materialised(
     """`old`, or if it is on meta its successor under all its `names`, with memory on `device`."""
     if not old.is_meta:
         return old
-    new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=old.requires_grad)
+    return replaced(model, names, old, torch.empty(old.shape, dtype=old.dtype, device=device))
+
+
+def replaced(model: nn.Module, names: list[str], old: nn.Parameter, memory: torch.Tensor) -> nn.Parameter:
+    """The parameter that is in the place of `old` from now on, under all its `names`: as it was, but in `memory`."""
+    new = nn.Parameter(memory, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for name in names:
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, new)
     return new
+
+
+def off_meta(model: nn.Module, device: torch.device | str) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace the parameters on meta by some on `device` that take the memory of one number, to be given a place later;
+    returns them by the old ones."""
+    return {old: replaced(model, names, old, torch.zeros((), dtype=old.dtype, device=device).expand(old.shape))
+            for names, old in distinct(model) if old.is_meta}
 
 
 @torch.no_grad()

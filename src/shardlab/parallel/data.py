@@ -39,8 +39,9 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
 
 @torch.no_grad()
 def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make parameters and buffers those of the group's first rank: one broadcast a tensor."""
+    """Make parameters and buffers those of the group's first rank: one broadcast a tensor, none for those on meta."""
     first = dist.get_process_group_ranks(group)[0]
     with phase("start"):
         for tensor in (*model.parameters(), *model.buffers()):
-            ops.broadcast(tensor.detach(), first, group)
+            if not tensor.is_meta:
+                ops.broadcast(tensor.detach(), first, group)

@@ -20,33 +20,38 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from ..comm import ops, phase
+from ..model.parameters import off_meta
 from ..model.transformer import Transformer
 from ..specs.rows import BUCKET
 from .data import agree
 from .flat import Flat, Slice, buckets
 from .gathering import Gathering, Unit
-from .reducer import Bucket, Reducer
+from .reducer import LEFT, Bucket, Reducer
 from .zero_check import refuse
-from .zero_state import gathered
+from .zero_state import filled, gathered, held, load_state_dict, state_dict
 
-__all__ = ["gathered", "shard"]
+__all__ = ["filled", "gathered", "held", "load_state_dict", "shard", "state_dict"]
 
 LOW = (torch.bfloat16, torch.float16)  # too coarse for small updates: the optimizer steps float32 copies
 
 
 def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGroup, stage: int,
-          bucket_bytes: int = BUCKET) -> Transformer:
+          bucket_bytes: int = BUCKET, device: torch.device | str = "cpu") -> Transformer:
     """Cut what training holds over the group's ranks, in place in `model` and in `optimizer`; returns the model.
 
     Every rank of the group calls it, and from then on does the same: as many forward passes, backward passes and steps
     as the others, if need be on a batch without labels. Parameters and buffers become those of the group's first rank.
     Train as ever: backward, `grads.finish`, `grads.clip_grad_norm_`, `optimizer.step`, `optimizer.zero_grad`, which
     sets gradients to None. Stages 1 and 2 lay weights in rows of `bucket_bytes` at most. Weights of 16 bits get master
-    copies in float32, which the optimizer steps. Raises ValueError on another stage, a model that has a data axis,
-    an optimizer whose update is not element by element, that has begun, or that does not hold the trained parameters.
+    copies in float32, which the optimizer steps. Parameters on meta get memory on `device`, of this rank's slices alone
+    in stage 3, to be filled: see `held`. Raises ValueError on another stage, a model that has a data axis, an optimizer
+    whose update is not element by element, that has begun, or that does not hold the trained parameters.
     """
     refuse(model, optimizer, stage)
     agree(model, group)
+    renewed = off_meta(model, device)
+    for each in optimizer.param_groups:
+        each["params"] = [renewed.get(parameter, parameter) for parameter in each["params"]]
     if stage == 3:
         reducer: Stage1 = Stage3(model, group)
     else:
@@ -55,6 +60,8 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
         reducer = (Stage1 if stage == 1 else Stage2)(rows, group, Whole(rows, group))
     reducer.serve(optimizer)
     model.reducer = reducer  # type: ignore[assignment]
+    model.register_state_dict_pre_hook(reducer.before_reading)
+    model.register_load_state_dict_pre_hook(reducer.before_loading)
     return model
 
 
@@ -89,6 +96,7 @@ class Stage1(Reducer):
     """Each rank has all weights and all gradients, and updates the weights of its slices."""
 
     shards = True
+    partial = False  # whether a rank has only slices of the weights
 
     def __init__(self, rows: Sequence[Flat], group: dist.ProcessGroup, weights: Whole | Gathering):
         super().__init__(rows, group)
@@ -101,6 +109,11 @@ class Stage1(Reducer):
             for parameter in slice.spans:
                 part = slice.part(weights.held[row], parameter)
                 self.stepped[parameter] = nn.Parameter(part.float() if row.dtype in LOW else part)
+
+    @property
+    def low(self) -> bool:
+        """Whether there are master copies, on whatever rank."""
+        return any(bucket.flat.dtype in LOW for bucket in self.buckets)
 
     def serve(self, optimizer: optim.Optimizer) -> None:
         """Let the optimizer step this rank's parts instead of the parameters."""
@@ -134,10 +147,12 @@ class Stage1(Reducer):
             self.stepped[parameter].grad = None
 
     def begin(self) -> None:
-        if self.finished:
-            raise RuntimeError("gradients of the last step are still there: call optimizer.zero_grad() before the next "
-                               "backward")
+        if self.left():
+            raise RuntimeError(LEFT)
         super().begin()
+
+    def left(self) -> bool:
+        return self.finished
 
     def finish(self) -> None:
         super().finish()
@@ -160,6 +175,17 @@ class Stage1(Reducer):
             raise RuntimeError("the gradients are not summed yet: call grads.finish(model) before optimizer.step()")
         if self.weights.opened:
             raise RuntimeError("inside zero.gathered(model) weights are read or loaded: step outside of it")
+
+    def before_reading(self, *_) -> None:
+        """Of `model.state_dict()`. Raises RuntimeError where the weights are not there."""
+        if self.partial and not self.weights.opened:
+            raise RuntimeError("this rank has slices of the weights: with zero.gathered(model): …state_dict()…")
+
+    def before_loading(self, *_) -> None:
+        """Of `model.load_state_dict`. Raises RuntimeError where what is loaded would not stay."""
+        if (self.partial or self.low) and not self.weights.opened:
+            raise RuntimeError("slices and master copies would not follow: with zero.gathered(model): "
+                               "…load_state_dict(…)…")
 
     @torch.no_grad()
     def after_step(self, *_) -> None:
@@ -196,6 +222,8 @@ class Stage2(Stage1):
 
 class Stage3(Stage2):
     """Weights too are whole only while they are used: see `gathering`."""
+
+    partial = True
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup):
         self.gathering = Gathering(model, group, self.over)
