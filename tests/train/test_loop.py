@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardlab.model import Transformer, initialise
-from shardlab.parallel import data, mesh, tensor
+from shardlab.parallel import data, mesh, tensor, zero
 from shardlab.parallel.shard import take
 from shardlab.specs import ModelSpec
 from shardlab.train import Batches, step, text, train
@@ -43,46 +43,72 @@ def test_the_loss_of_the_text_falls(alone):
     assert sum(s.tokens for s in steps[:18]) == 1999 and min(s.tokens for s in steps) < 7 * 16  # an epoch, its end
 
 
+# a cut: the plain model and its optimizer → the cut model, its optimizer, the group of its data axis
+
+
 def by_data(group):
-    return data.replicate(plain(), group), group
+    model = data.replicate(plain(), group)
+    return model, adamw(model), group
 
 
 def by_tensor(group):
-    return tensor.cut(plain(), group), None
+    model = tensor.cut(plain(), group)
+    return model, adamw(model), None
 
 
 def by_sequence(group):
-    return tensor.cut(plain(), group, sequence_parallel="again"), None
+    model = tensor.cut(plain(), group, sequence_parallel="again")
+    return model, adamw(model), None
+
+
+def by_zero(stage):
+    def cut(group):
+        model = plain()
+        optimizer = adamw(model)
+        return zero.shard(model, optimizer, group, stage), optimizer, group
+
+    return cut
 
 
 def by_both(group):
     axes = mesh.build(dp=2, tp=2)
-    return data.replicate(tensor.cut(plain(), axes.get_group("tp")), axes.get_group("dp")), axes.get_group("dp")
+    model = data.replicate(tensor.cut(plain(), axes.get_group("tp")), axes.get_group("dp"))
+    return model, adamw(model), axes.get_group("dp")
 
 
-def under(cut):
+def by_all(group):
+    axes = mesh.build(dp=2, tp=2)
+    model = tensor.cut(plain(), axes.get_group("tp"), sequence_parallel="keep")
+    optimizer = adamw(model)
+    return zero.shard(model, optimizer, axes.get_group("dp"), 3), optimizer, axes.get_group("dp")
+
+
+CUTS = {
+    "data": (by_data, 2, 3, 4), "tensor": (by_tensor, 2, 4), "sequence": (by_sequence, 2),
+    "data × tensor": (by_both, 4),
+    "ZeRO-1": (by_zero(1), 2, 3), "ZeRO-2": (by_zero(2), 2, 3), "ZeRO-3": (by_zero(3), 2, 3),
+    "ZeRO-3 × sequence": (by_all, 4),
+}
+RUNS = [pytest.param(cut, p, id=f"{name}-{p}") for name, (cut, *worlds) in CUTS.items() for p in worlds]
+
+
+def run(group, cut, weights):
     """The run under a cut: its steps, and the largest distance of a weight from the plain run's."""
-
-    def run(group, weights):
-        model, axis = cut(group)
-        steps = train(model, adamw(model), batches(), STEPS, axis, progress=False)
-        distances = []
+    model, optimizer, axis = cut(group)
+    steps = train(model, optimizer, batches(), STEPS, axis, progress=False)
+    most = 0.0
+    with zero.gathered(model):
         for name, parameter in model.named_parameters():
             window, whole = getattr(parameter, "window", None), weights[name]
             mine = whole if window is None else take(whole, window, parameter.shape[window.dim])
-            distances.append((parameter.detach() - mine).abs().max().item())
-        return steps, max(distances)
-
-    return run
+            most = max(most, (parameter.detach() - mine).abs().max().item())
+    return steps, most
 
 
-CUTS = [(by_data, 2), (by_data, 3), (by_data, 4), (by_tensor, 2), (by_tensor, 4), (by_sequence, 2), (by_both, 4)]
-
-
-@pytest.mark.parametrize("cut,p", [pytest.param(cut, p, id=f"{cut.__name__}-{p}") for cut, p in CUTS])
+@pytest.mark.parametrize("cut,p", RUNS)
 def test_a_run_under_a_cut_is_the_plain_run(pool, alone, cut, p):
     steps, weights = alone
-    ranks = pool(p).run(under(cut), weights)
+    ranks = pool(p).run(run, cut, weights)
     assert len({tuple(told) for told, _ in ranks}) == 1  # to the last bit, on all ranks
     for told, distance in ranks:
         assert distance < 1e-9
@@ -119,50 +145,50 @@ def test_tokens_weigh_the_same_on_every_rank(pool, p):
 
 
 def bad_step(group, cut, bad):
-    """A run in which one rank's gradient is not finite in step 1."""
-    model, axis = cut(group)
-    now, poisoned = [0], batches()
+    """A run in which one rank's gradient is not finite in step 1: whether weights stayed there, and its steps."""
+    model, optimizer, axis = cut(group)
+    now = [0]
 
     def spoil(gradient):
         return gradient * bad if now[0] == 1 and group.rank() == group.size() - 1 else gradient
 
-    model.layers[0].self_attn.k_proj.weight.register_hook(spoil)
-
     def telling(number, *place):
         now[0] = number
-        return poisoned(number, *place)
+        return batches()(number, *place)
 
-    optimizer = adamw(model)
-    before = train(model, optimizer, telling, range(1), axis, progress=False)
-    held = [p.detach().clone() for p in model.parameters()]
-    skipped = train(model, optimizer, telling, range(1, 2), axis, progress=False)
-    same = all(torch.equal(p, was) for p, was in zip(model.parameters(), held, strict=True))
-    after = train(model, optimizer, telling, range(2, 4), axis, progress=False)
-    return same, skipped[0].norm, [s.loss for s in before + skipped + after], after[-1].norm
+    def weights():
+        with zero.gathered(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model.layers[0].self_attn.k_proj.weight.register_hook(spoil)
+    steps = train(model, optimizer, telling, range(1), axis, progress=False)
+    before = weights()
+    steps += train(model, optimizer, telling, range(1, 2), axis, progress=False)
+    same = all(torch.equal(*pair) for pair in zip(before, weights(), strict=True))
+    return same, steps + train(model, optimizer, telling, range(2, 4), axis, progress=False)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("cut,p", [(by_data, 3), (by_tensor, 2), (by_both, 4)])
+@pytest.mark.parametrize("cut,p", [pytest.param(*CUTS[name][:1], CUTS[name][-1], id=name) for name in CUTS])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, cut, p, bad):
     ranks = pool(p).run(bad_step, cut, bad)
-    assert len({str(told[1:]) for told in ranks}) == 1
-    for same, norm, losses, last in ranks:
-        assert same and not math.isfinite(norm) and math.isfinite(last) and len(losses) == 4
-        assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
+    assert len({str(steps) for _, steps in ranks}) == 1
+    for same, steps in ranks:
+        assert same and [math.isfinite(s.norm) for s in steps] == [True, False, True, True]
+        assert all(math.isfinite(s.loss) for s in steps) and steps[-1].loss < steps[0].loss
 
 
 def drawn(group):
     """What each rank shows, and the first tokens that it was given."""
-    axes, given = mesh.build(dp=2, tp=2), []
-    axis = axes.get_group("dp")
+    given = []
 
     def telling(*place):
         given.append(batches()(*place))
         return given[-1]
 
-    model, _ = by_both(group)
+    model, optimizer, axis = by_both(group)
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        train(model, adamw(model), telling, range(2), axis)
+        train(model, optimizer, telling, range(2), axis)
     return shown.getvalue(), [tokens.tolist() for parts in given for tokens, _ in parts]
 
 
