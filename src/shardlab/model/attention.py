@@ -11,6 +11,7 @@ from torch import nn
 
 from ..specs import ModelSpec
 from .cache import LayerCache
+from .dropout import Dropout
 from .recompute import Run
 from .rope import rotate
 
@@ -21,7 +22,7 @@ class Attention(nn.Module):
     Nothing in `forward` counts heads: it takes as many as q_proj, k_proj and v_proj put out, so a rank may hold some.
     """
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, dropout: float = 0.0):
         super().__init__()
         self.head_dim = d = spec.head_dim
         bias = spec.attention_bias
@@ -31,14 +32,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.heads * d, spec.hidden, bias=spec.output_bias)
         self.q_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
+        self.dropout = Dropout(dropout)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None,
-        run: Run = call,
+        run: Run = call, seed: int | None = None,
     ) -> torch.Tensor:
         """x (batch, seq, hidden), with cos and sin (batch, 1, seq, head_dim) → (batch, seq, hidden).
 
-        `run(core, *args)` calls the part that has no weights.
+        `run(core, *args)` calls the part that has no weights. `seed` is that of the heads' dropout; None drops nothing.
         """
         batch, _, seq, _ = cos.shape
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in self.project(x, batch * seq))
@@ -46,7 +48,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
         y = run(core, q, k, v, cos, sin, cache)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
+        return self.o_proj(self.dropout(y.transpose(1, 2).reshape(batch, seq, -1), seed))
 
     def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
         """Queries, keys and values of x, which has `tokens` tokens: each (batch, seq, heads × head_dim)."""

@@ -26,7 +26,7 @@ def again(fn: Callable[..., Any], *args: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return fn(*args)
-    # nothing in the model is drawn at random, so no generator's state has to be set back
+    # nothing is drawn at random in here (dropout takes its seeds along), so no generator's state has to be set back
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -14,6 +14,7 @@ from ..specs import ModelSpec
 from . import rope
 from .attention import Attention
 from .cache import KVCache, LayerCache
+from .dropout import Dropout
 from .generate import greedy
 from .head import Head
 from .mlp import MLP
@@ -23,28 +24,32 @@ from .recompute import runs
 class Block(nn.Module):
     """Attention, then the feed-forward block, each on a normed copy of the stream and added back to it."""
 
-    def __init__(self, spec: ModelSpec, recompute: str | None = None):
+    def __init__(self, spec: ModelSpec, recompute: str | None = None, dropout: float = 0.0):
         super().__init__()
         self.run, self.run_core = runs(recompute)
         self.input_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
-        self.self_attn = make_attention(spec)
+        self.self_attn = make_attention(spec, dropout)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.mlp = make_mlp(spec)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """(batch, seq, hidden) → (batch, seq, hidden), with cos and sin (batch, 1, seq, head_dim)."""
-        return self.run(self._forward, x, cos, sin, cache)
+        # what is random is drawn here, once: what is computed again in backward gets the same seeds
+        seeds = self.self_attn.dropout.draw(), self.dropout.draw(), self.dropout.draw()
+        return self.run(self._forward, x, cos, sin, cache, *seeds)
 
-    def _forward(self, x, cos, sin, cache):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, self.run_core)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def _forward(self, x, cos, sin, cache, of_heads, of_attention, of_mlp):
+        x = x + self.dropout(
+            self.self_attn(self.input_layernorm(x), cos, sin, cache, self.run_core, of_heads), of_attention)
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)), of_mlp)
 
 
-def make_attention(spec: ModelSpec) -> nn.Module:
+def make_attention(spec: ModelSpec, dropout: float = 0.0) -> Attention:
     """The kind of attention that the spec asks for. (Latent attention will have its place here.)"""
-    return Attention(spec)
+    return Attention(spec, dropout)
 
 
 def make_mlp(spec: ModelSpec) -> nn.Module:
@@ -57,10 +62,12 @@ class Transformer(nn.Module):
 
     Built under `torch.device("meta")` it takes no memory until then. Tied embeddings are one parameter of two names.
     `recompute` says what training computes twice, to keep less: nothing, the attention cores ("selective") or the
-    blocks ("full"); see `recompute`. Raises ValueError on another mode, and on a model that is no Llama.
+    blocks ("full"); see `recompute`. `dropout` is the probability with which training drops a number of what attention
+    puts out, before o_proj and after it, and of what the feed-forward block does. Raises ValueError on another mode or
+    probability, and on a model that is no Llama.
     """
 
-    def __init__(self, spec: ModelSpec, recompute: str | None = None):
+    def __init__(self, spec: ModelSpec, recompute: str | None = None, dropout: float = 0.0):
         if spec.beyond_llama:
             raise ValueError(f"{spec.name} has {spec.beyond_llama}: the plain model computes the Llama kind alone")
         super().__init__()
@@ -69,7 +76,7 @@ class Transformer(nn.Module):
         if not table.is_meta:  # normal_ on the meta device would import torch's compiler, two seconds on every rank
             table.normal_()
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden, _weight=table)
-        self.layers = nn.ModuleList(Block(spec, recompute) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(Block(spec, recompute, dropout) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
         self.lm_head = Head(spec.hidden, spec.vocab)
         if spec.tied:

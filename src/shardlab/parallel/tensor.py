@@ -22,6 +22,7 @@ from ..model.transformer import Block, Transformer
 from ..specs import Layout, ModelSpec, padded
 from . import grads, mesh
 from .loss import vocab_parallel_cross_entropy
+from .rng import ParallelDropout
 from .sequence import Mode, check_mode, enter, leave, pad, unpad
 from .shard import parameter, window
 
@@ -59,6 +60,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
         assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
         layer.self_attn = ParallelAttention(layer.self_attn, spec, group, mode, sharers)
         layer.mlp = ParallelMLP(layer.mlp, spec, group, mode)
+        layer.dropout = ParallelDropout(layer.dropout, group, sharded=bool(mode))
         if mode:  # each rank norms its own tokens
             grads.mark(layer.input_layernorm, partial=group)
             grads.mark(layer.post_attention_layernorm, partial=group)
@@ -121,6 +123,7 @@ class ParallelAttention(Attention):
         self.k_proj = ColumnParallelLinear(plain.k_proj, keys, kv_rows)
         self.v_proj = ColumnParallelLinear(plain.v_proj, keys, kv_rows)
         self.o_proj = RowParallelLinear(plain.o_proj, group, mode)
+        self.dropout = ParallelDropout(plain.dropout, group, sharded=True)
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:  # one weight for all heads, but gradients of own heads
