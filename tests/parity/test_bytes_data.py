@@ -16,21 +16,21 @@ from shardlab.parallel import data, grads, mesh, tensor, zero
 from shardlab.specs import Layout, ModelSpec, dtype_of
 
 SIZES = dict(hidden=24, layers=3, heads=12, kv_heads=4, head_dim=4, ffn=90, vocab=101)
-ODD = dict(hidden=18, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=35, vocab=53, attention_bias=True, output_bias=True,
-           mlp_bias=True, qk_norm=True, tied=True)
+ODD = dict(hidden=18, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=35, vocab=53, tied=True, qk_norm=True,
+           attention_bias=True, output_bias=True, mlp_bias=True)
 FROZEN = ("layers.0", "layers.1.mlp.up_proj")
 BUCKET = 20_000
 LAYOUTS = [Layout(dp=dp, zero=zero) for dp in (2, 3, 4) for zero in range(4)]
 
 
-def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, transport="backend", algorithm=None):
-    """A step recorded, and the bytes that this rank holds after it. Sequence after sequence, 2 × 7 tokens a pass."""
+def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, use=None):
+    """A step recorded, with 2 × 7 tokens a pass, and the bytes that this rank holds after it."""
     groups = mesh.build(dp=layout.dp, tp=layout.tp)
     model = Transformer(spec, recompute).to(getattr(torch, dtype_of(dtype).torch))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(name == each or name.startswith(f"{each}.") for each in frozen))
     tokens = torch.randint(0, spec.vocab, (accumulate, 2, 7), generator=torch.Generator().manual_seed(0))
-    with comm.record() as ledger, comm.use(algorithm, transport=transport):
+    with comm.record() as ledger, comm.use(**use or {}):
         tensor.cut(model, groups.get_group("tp"), layout.sp)
         optimizer = torch.optim.AdamW(model.parameters())
         if layout.zero:
@@ -56,6 +56,7 @@ def held(model, optimizer):
         weights = list(reducer.gathering.held.values())
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in (*model.parameters(), *own)]
+    gradients += [bucket.row for bucket in reducer.buckets] if reducer else []
     states = [state for each in optimizer.state.values() for state in each.values()]
     master = [parameter.data for parameter in own]
     return {"weights": size(weights), "gradients": size(gradients),
@@ -73,22 +74,62 @@ def size(tensors, without=()):
 def predicted(bill):
     calls = Counter()
     for c in bill.collectives:
-        calls[c.axis, c.op, "forward" if c.phase == "clip" else c.phase, c.ranks, c.payload] += c.count
+        calls[c.axis, c.op, c.phase, c.ranks, c.payload] += c.count
     return calls
 
 
-def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, transport="backend"):
+def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, accumulate=1, use=None):
     how = dict(dtype=dtype, frozen=frozen, bucket=BUCKET)
-    ranks = pool(layout.world_size).run(step, spec, layout, dtype, frozen, recompute, accumulate, transport)
-    for rank, (calls, bytes_held, _) in enumerate(ranks):
-        bill = traffic(spec, layout, 2, 7, recompute=recompute, accumulate=accumulate, rank=rank, start=True, clip=True,
-                       **how)
+    ranks = pool(layout.world_size).run(step, spec, layout, dtype, frozen, recompute, accumulate, use)
+    bills = [traffic(spec, layout, 2, 7, recompute=recompute, accumulate=accumulate, rank=rank, start=True, clip=True,
+                     **how) for rank in range(layout.world_size)]
+    for rank, (bill, (calls, bytes_held, _)) in enumerate(zip(bills, ranks, strict=True)):
         assert calls == predicted(bill)
         states = memory(spec, layout, training=True, rank=rank, **how)
         assert bytes_held == {kind: getattr(states, kind) for kind in bytes_held}
+    return bills, [wire for _, _, wire in ranks]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.degrees)
 @pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["even", "odd"])
-def test_counted_equals_predicted(pool, sizes, layout):
-    check(pool, ModelSpec(**sizes), layout)
+def test_the_data_axis(pool, sizes, layout):
+    check(pool, ModelSpec(**sizes), layout, use=dict(transport="shm"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", range(4))
+def test_frozen_and_accumulated(pool, zero, tied):
+    spec = ModelSpec(**SIZES | dict(tied=tied))
+    for frozen in (("layers.0", "layers.1.mlp.up_proj"), ("embed_tokens", "layers.0", "layers.1.input_layernorm"),
+                   ("embed_tokens", "layers", "norm") * (not tied)):
+        check(pool, spec, Layout(dp=3, zero=zero), frozen=frozen, accumulate=3)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_half_precision(pool, zero):
+    """Weights and gradients travel in 16 bits; what a rank steps, and its sum of gradients, has 32."""
+    for p in (2, 3):
+        check(pool, ModelSpec(**ODD), Layout(dp=p, zero=zero), dtype="bf16", accumulate=2)
+
+
+@pytest.mark.parametrize("sp", [False, "keep", "again"])
+@pytest.mark.parametrize("zero", range(4))
+def test_data_and_tensor(pool, zero, sp):
+    check(pool, ModelSpec(**ODD | dict(kv_heads=1)), Layout(dp=2, tp=2, zero=zero, sp=sp), accumulate=2)
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("sp", [False, "keep", "again"])
+def test_the_tensor_axis(pool, sp, recompute):
+    """Seven tokens twice over 2, 3 and 4 ranks, with trained and with frozen parts."""
+    for p, kv in ((2, 6), (3, 3), (4, 2)):
+        for frozen in ((), ("embed_tokens", "layers.0.input_layernorm", "layers.0.self_attn"), ("layers.1", "norm")):
+            spec = ModelSpec(**ODD | dict(heads=12, kv_heads=kv, head_dim=4, tied=False))
+            check(pool, spec, Layout(p, sp=sp), frozen=frozen, recompute=recompute)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_what_a_ring_sends(pool, zero):
+    """Counted at every send; where sizes don't divide ranks send differently, and the bill is their mean."""
+    bills, sent = check(pool, ModelSpec(**ODD), Layout(dp=3, zero=zero), use=dict(algorithm="ring"))
+    assert sum(sent) == pytest.approx(sum(bill.wire() for bill in bills), rel=1e-12)

@@ -52,10 +52,9 @@ class DataAxis:
                          self._dp)
 
     def clip(self) -> Iterator[Collective]:
-        """Where ranks hold different slices, the sum of their squares: of what tensor parallelism cuts, of the rest."""
+        """The sum of squares of what ranks have different slices of."""
         if self._zero:
-            kinds = {each.cut for each in self.rows.parameters.trained}
-            yield from alike("dp", "all_reduce", "clip", "norm", [1] * len(kinds), 8, self._dp)
+            yield from alike("dp", "all_reduce", "clip", "norm", [1], 8, self._dp)
 
     def step(self) -> Iterator[Collective]:
         """Each rank's part of the new weights, to every rank."""

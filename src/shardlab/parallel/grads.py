@@ -81,6 +81,12 @@ def finish(model: nn.Module) -> None:
                 gradient.finished = gradient._version  # type: ignore[attr-defined]
 
 
+def marks(model: nn.Module) -> dict[nn.Parameter, Mark]:
+    """How ranks hold the parameters that a cut has noted."""
+    return {getattr(module, name): each for module in model.modules()
+            for name, each in getattr(module, "marks", {}).items()}
+
+
 def pieces(model: nn.Module) -> Iterator[Piece]:
     """What this rank holds of the gradients, each parameter once, those without a gradient left out."""
     held = getattr(model, "reducer", None)
@@ -118,8 +124,9 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
         total = torch.maximum(total, own) if largest else total + own
     if largest:
         total = total.where(~total.isnan(), math.inf)  # a backend's maximum may lose nan
-    for group in axes:
-        ops.all_reduce(total, "max" if largest else "sum", group)
+    with phase("clip"):
+        for group in axes:
+            ops.all_reduce(total, "max" if largest else "sum", group)
     return total if largest else total ** (1 / norm_type)
 
 
@@ -167,10 +174,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
     """Every trained parameter once: its name, itself, its mark, and the groups of which each rank holds a piece."""
     reducer = getattr(model, "reducer", None)
-    marks = {getattr(module, name): each for module in model.modules()
-             for name, each in getattr(module, "marks", {}).items()}
+    known = marks(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            own = marks.get(parameter, Mark())
+            own = known.get(parameter, Mark())
             cut = () if own.cut is None else (own.cut,)
             yield name, parameter, own, (*cut, reducer.group) if reducer is not None and reducer.shards else cut
