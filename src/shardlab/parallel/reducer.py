@@ -106,7 +106,8 @@ class Reducer:
         for bucket in self.buckets:
             self.wait(bucket)
         parameters = list(self._of)
-        used = torch.tensor([parameter in self.used for parameter in parameters], dtype=torch.uint8)
+        used = torch.tensor([parameter in self.used for parameter in parameters], dtype=torch.uint8,
+                            device=parameters[0].device if parameters else None)
         for parameter, some in zip(parameters, ops.all_reduce(used, "max", self.group).tolist(), strict=True):
             if not some:
                 self.drop(parameter)
@@ -114,7 +115,7 @@ class Reducer:
 
     def left(self) -> bool:
         """Whether gradients are there that have been summed already."""
-        return any(parameter not in self.used and bucket.has(parameter) for parameter, bucket in self._of.items())
+        return not self.used and any(bucket.has(parameter) for parameter, bucket in self._of.items())
 
     def wait(self, bucket: Bucket) -> None:
         """Wait for what has been sent of the bucket, and settle it."""

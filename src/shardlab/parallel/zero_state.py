@@ -187,9 +187,10 @@ def _value(kind: tuple[str, Any]) -> Any:
 
 def _union(kinds: dict[int, dict[str, tuple[str, Any]]], reducer: Stage1) -> dict[int, dict[str, tuple[str, Any]]]:
     """What the ranks say of the states, put together: a rank knows of the parameters that it has a part of."""
+    device = next((bucket.flat.device for bucket in reducer.buckets), None)
     text = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
-    sizes = ops.all_gather(torch.tensor(len(text)), reducer.group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    sizes = ops.all_gather(torch.tensor(len(text), device=device), reducer.group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
     padded[: len(text)] = text
     out: dict[int, dict[str, tuple[str, Any]]] = {}
     for row, size in zip(ops.all_gather(padded, reducer.group).view(len(sizes), -1), sizes.tolist(), strict=True):
