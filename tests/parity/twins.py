@@ -43,8 +43,10 @@ def twins(sizes, group, frozen=(), recompute=None, mode=False, dtype=torch.float
         model.to(dtype)
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
+    cut = tensor.cut(twin, group, mode)
+    for model in (plain, cut):
         rng.seed(model, 7)
-    return plain, tensor.cut(twin, group, mode)
+    return plain, cut
 
 
 def batch(vocab, step=0, shape=(3, 8)):
