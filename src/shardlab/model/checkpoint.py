@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -58,12 +59,26 @@ def filling(
                 part = _part(parameter, stored.tensor(copy))
                 read += part.nbytes
                 if not torch.equal(_held(parameter), part.to(parameter)):
-                    raise ValueError(
-                        f"{folder} ties {first} and {copy}, yet stores two different tensors: "
-                        'set "tie_word_embeddings": false in its config.json to keep both'
-                    )
+                    raise ValueError(_untied(folder, first, copy))
             del parameter  # the caller's to drop
             yield names[0], read
+
+
+@contextmanager
+def matched(model: Transformer, folder: str | Path) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+    """For each parameter of `model` the part of the stored tensor in its window, to be read in the block.
+
+    A view of the file: read as it is touched, to be copied, never written to. Raises ValueError as `load` does; where
+    tied tensors are stored twice, both are read to see that they are equal.
+    """
+    with Stored(folder) as stored:
+        sources = {}
+        for (_, parameter), (first, *copies) in zip(distinct(model), _match(model, stored), strict=True):
+            sources[parameter] = _part(parameter, stored.tensor(first))
+            for copy in copies:
+                if not torch.equal(sources[parameter], _part(parameter, stored.tensor(copy))):
+                    raise ValueError(_untied(folder, first, copy))
+        yield sources
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -82,12 +97,22 @@ def save(model: Transformer, folder: str | Path) -> None:
         cut = cut or parameter.untyped_storage().nbytes() < parameter.nbytes  # by ZeRO-3, and not gathered
         if cut or parameter.is_meta:
             raise ValueError(f"{name} is {'cut' if cut else 'on meta'}: save the whole model")
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    write(model.spec, {names[0]: parameter for names, parameter in distinct(model)}, folder)
+
+
+def write(spec: ModelSpec, values: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write whole `values`, by the plain model's names, each of two tied ones once, as `save` does."""
+    dtype = str(next(iter(values.values())).dtype).removeprefix("torch.")
     with written_whole(Path(folder)) as unfinished:
-        text = json.dumps(config(model.spec, dtype), indent=2) + "\n"
+        text = json.dumps(config(spec, dtype), indent=2) + "\n"
         (unfinished / "config.json").write_text(text, encoding="utf-8")
-        tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+        tensors = {_stored_name(name): value.detach().contiguous() for name, value in values.items()}
         save_file(tensors, unfinished / WHOLE, metadata={"format": "pt"})
+
+
+def _untied(folder: str | Path, first: str, copy: str) -> str:
+    return (f"{folder} ties {first} and {copy}, yet stores two different tensors: "
+            'set "tie_word_embeddings": false in its config.json to keep both')
 
 
 def _stored_name(name: str) -> str:
