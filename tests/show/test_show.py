@@ -3,10 +3,11 @@
 import re
 
 import pytest
+from matplotlib.colors import to_rgba
 
 from shardlab import show
 from shardlab.cost import traffic
-from shardlab.show.palette import AXES, INK, LINES, WORK, ladder, on
+from shardlab.show.palette import AXES, INK, LINES, PALE, WORK, ladder, on
 from shardlab.specs import Layout, find_model
 
 LLAMA = find_model("llama-3.1-70b")
@@ -101,3 +102,15 @@ def test_a_verdict_explains_a_wrong_prediction_and_agrees_with_a_right_one():
     assert "you predicted 170.0" in show.verdict("MB", 170.0, 179.4, because, within=0.01)
     assert "you predicted True" in show.verdict("the loss differs", True, False, because)
     assert "you predicted all_gather" in show.verdict("verb", "all_gather", "all_reduce", because)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_through_a_block_cuts_the_stream_by_tokens_in_the_second_row_alone(p):
+    axes = show.through_a_block(LLAMA, Layout(tp=p)).axes[0]
+    texts = [text.get_text() for text in axes.texts]
+    assert [texts.count(f"T{r}") for r in range(p)] == [4] * p  # Y in both rows, and the two norms of the second
+    whole = [patch for patch in axes.patches if patch.get_facecolor() == to_rgba(PALE)]
+    assert len(whole) == 4  # X twice, and the two norms of the first row
+    assert [texts.count(verb) for verb in ("all-\nreduce", "all-\ngather", "reduce-\nscatter")] == [1, 1, 1]
+    with pytest.raises(ValueError, match="tp = 1 cuts nothing"):
+        show.through_a_block(LLAMA, Layout())

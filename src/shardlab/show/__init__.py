@@ -2,7 +2,7 @@
 
 from .calculator import calculator
 from .compare import Comparison, compare, wire
-from .cuts import column_then_row, heads
+from .cuts import column_then_row, heads, through_a_block
 from .held import over_cards, stacked
 from .latency import latency
 from .measured import measured
@@ -12,4 +12,4 @@ from .timeline import timeline
 from .verdict import verdict
 
 __all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "latency", "measured",
-           "over_cards", "stacked", "steps", "timeline", "verdict", "wire"]
+           "over_cards", "stacked", "steps", "through_a_block", "timeline", "verdict", "wire"]

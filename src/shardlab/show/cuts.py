@@ -12,6 +12,7 @@ from .palette import AXES, INK, PALE, ladder
 from .picture import Picture
 
 TOKENS, HIDDEN = 1.0, 1.7  # drawn sizes of the two dims that are not cut; the cut one is to scale with hidden
+SEQ, GAP = 1.8, 1.15  # where the tokens are cut: their drawn size, and the room for what is sent
 
 
 def column_then_row(spec: ModelSpec, layout: Layout) -> Picture:
@@ -44,6 +45,35 @@ def column_then_row(spec: ModelSpec, layout: Layout) -> Picture:
     axes.text(x, low + 0.12, f"{p} parts of a sum", fontsize=15, color=INK, va="bottom")
     axes.text(x, low - TOKENS - step * (p - 1) - 0.15, f"tokens × {spec.hidden}\neach: one all-reduce", fontsize=13,
               color=INK, va="top")
+    return _finish(axes)
+
+
+def through_a_block(spec: ModelSpec, layout: Layout) -> Picture:
+    """What `layout.tp` ranks hold of the tokens from a norm through the feed-forward block to the next norm: above with
+    tensor parallelism alone, below with sequence parallelism too, and what is sent in between.
+
+    A slice has its rank's tint and number; what is pale is whole on every rank. Raises ValueError where the layout does
+    not cut the spec, and on a single rank.
+    """
+    layout.check(spec)
+    p = layout.tp
+    if p == 1:
+        raise ValueError("tp = 1 cuts nothing: draw a layout with tp of 2 or more")
+    figure = Picture(figsize=(6.4, 5.6), layout="constrained")
+    axes = figure.subplots()
+    for top, title, stream, verbs in (
+            (0.0, "tensor parallel", "", ("", "", "all-\nreduce")),
+            (-SEQ - 1.9, "and sequence parallel", "rows", ("all-\ngather", "", "reduce-\nscatter"))):
+        axes.text(0, top + 0.75, title, fontsize=16, color=INK, va="bottom", weight="bold")
+        x = 0.0
+        shapes = (("norm", 1.0, stream), ("X", 1.0, ""), ("Y", 1.5, "columns"), ("norm", 1.0, stream))
+        for (name, width, by), weights, verb in zip(shapes, ("", "gate,\nup", "down", None), (*verbs, ""), strict=True):
+            x = _matrix(axes, x, top, width, SEQ, name, "", p, by=by)
+            if weights is not None:
+                x = _step(axes, x, top, weights, verb)
+    low = -2 * SEQ - 1.9
+    for x, text in ((1.0 + GAP, "tokens ×\nhidden"), (2 * (1.0 + GAP), "tokens ×\nffn")):
+        axes.text(x, low - 0.1, text, fontsize=14, color=INK, va="top")
     return _finish(axes)
 
 
@@ -90,6 +120,17 @@ def _matrix(axes: Axes, x: float, top: float, width: float, height: float, name:
     axes.text(x, top + 0.12, name, fontsize=15, color=INK, va="bottom")
     axes.text(x, top - height - 0.12, shape, fontsize=13, color=INK, va="top")
     return x + width
+
+
+def _step(axes: Axes, x: float, top: float, weights: str, verb: str) -> float:
+    """An arrow to the next matrix: above it the weights that lead there, below the verb, where something is sent."""
+    y = top - SEQ / 2
+    axes.annotate("", (x + GAP - 0.12, y), (x + 0.12, y),
+                  arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 2.4 if verb else 1.2,
+                              "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0})
+    axes.text(x + GAP / 2, y + 0.1, weights, fontsize=14, color=INK, ha="center", va="bottom", style="italic")
+    axes.text(x + GAP / 2, y - 0.12, verb, fontsize=14, color=INK, ha="center", va="top")
+    return x + GAP
 
 
 def _sign(axes: Axes, x: float, top: float, sign: str) -> float:
