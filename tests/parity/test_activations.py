@@ -25,17 +25,17 @@ def run(pool):
     return lambda p, fn, *args: pool(p).run(fn, *args) if p > 1 else [fn(None, *args)]
 
 
-def built(group, spec, dtype, recompute=None):
+def built(group, spec, dtype, recompute=None, sp=False):
     """A model, cut over the group where there is one, and tokens and labels for it."""
     torch.manual_seed(0)
     model = Transformer(spec, recompute).to(dtype)
     if group is not None:
-        model = tensor.cut(model, group)
+        model = tensor.cut(model, group, sp)
     return model, *torch.randint(0, spec.vocab, (2, BATCH, SEQ)).unbind()
 
 
-def kept(group, spec, dtype, recompute):
-    model, tokens, labels = built(group, spec, dtype, recompute)
+def kept(group, spec, dtype, recompute, sp=False):
+    model, tokens, labels = built(group, spec, dtype, recompute, sp)
     return saved_bytes(model, lambda: model.loss(tokens, labels))[0]
 
 
@@ -46,6 +46,17 @@ def test_kept_for_backward(run, p, sizes, recompute, dtype):
     spec = ModelSpec(**(SIZES | sizes))
     bill = activations(spec, Layout(tp=p), batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
     assert run(p, kept, spec, DTYPES[dtype], recompute) == [bill.total] * p
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("sp", ["keep", "again"])
+@pytest.mark.parametrize("p,sizes", [(p, sizes) for p, sizes in CASES if p > 1])
+def test_kept_for_backward_of_a_slice(pool, p, sizes, sp, recompute, dtype):
+    """26 tokens over 2, 3 and 4 ranks: the last two pad them to 27 and 28."""
+    spec = ModelSpec(**(SIZES | sizes))
+    bill = activations(spec, Layout(p, sp=sp), batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
+    assert pool(p).run(kept, spec, DTYPES[dtype], recompute, sp) == [bill.total] * p
 
 
 def loss_peak(group, spec, dtype):

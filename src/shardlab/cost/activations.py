@@ -8,7 +8,7 @@ log-sum-exp left to save. `korthikanti` is the published formula, for the older 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -79,7 +79,8 @@ class Activations(Bill):
     @property
     def title(self) -> str:
         s = self.saved
-        ranks = f"on each of {s.tp} ranks (tp = {s.tp})" if s.tp > 1 else "on one rank"
+        n = s.layout.world_size
+        ranks = f"on each of {n} ranks ({s.layout.degrees})" if n > 1 else "on one rank"
         return (f"{s.spec.name}, {ranks}, {s.batch} × {s.seq} tokens, {self.dtype.name}, "
                 f"{self.recompute or 'no'} recomputation: kept for backward")
 
@@ -107,7 +108,7 @@ class Activations(Bill):
     def to_dict(self) -> dict[str, Any]:
         """The account as plain data: inputs, bytes by part, rows."""
         s = self.saved
-        inputs = {"model": s.spec.name, "tp": s.tp, "batch": s.batch, "seq": s.seq, "dtype": self.dtype.name,
+        inputs = {"model": s.spec.name, **asdict(s.layout), "batch": s.batch, "seq": s.seq, "dtype": self.dtype.name,
                   "recompute": self.recompute, "device": s.device}
         parts = ("per_layer", "layers", "ends", "loss", "total", "recomputed", "logits", "peak")
         return {**inputs, **{part: getattr(self, part) for part in parts}, **super().to_dict()}
@@ -127,7 +128,7 @@ def activations(spec: ModelSpec, layout: Layout | None = None, *, batch: int, se
     layout.check(spec)
     if spec.compressed:
         raise ValueError(f"{spec.name} has compressed attention: what it keeps for backward is not known here")
-    saved = Saved(spec, layout.tp, whole("batch", batch), whole("seq", seq), kept.bytes, _device(device))
+    saved = Saved(spec, layout, whole("batch", batch), whole("seq", seq), kept.bytes, _device(device))
     dense = spec.experts.first_dense if spec.experts else spec.layers
     kinds = [(times, saved.layer(mixture))
              for times, mixture in ((dense, False), (spec.layers - dense, True)) if times]
@@ -135,7 +136,7 @@ def activations(spec: ModelSpec, layout: Layout | None = None, *, batch: int, se
     mode = recompute_mode(recompute)
     if mode == "selective":
         again = [term for term in saved.heads() if term.what in ("queries", "keys", "attention out", "log-sum-exp")]
-        kinds = [(times, [term for term in terms if term.what != "log-sum-exp"]) for times, terms in kinds]
+        kinds = [(times, saved.without_core(terms)) for times, terms in kinds]
     elif mode == "full":
         # where the first norm saves its input as it is, that is the block's, which is there already
         again = max((terms[terms[0].width == kept.bytes :] for _, terms in kinds), key=_sum)

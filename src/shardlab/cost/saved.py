@@ -2,7 +2,8 @@
 
 A linear layer saves its input, a norm its input and one number a row, a product both factors, an activation its input,
 the attention kernel its queries, keys and values, its output and the log-sum-exp of its scores. A sum saves nothing,
-and neither do the all-reduces of a cut.
+and neither do the collectives of a cut. Sequence parallelism leaves each rank its rows of the tokens between the cut
+layers; what these take in is gathered, and kept so or as the slice that it is gathered from.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..specs import Latent, ModelSpec, padded
+from ..specs import Latent, Layout, ModelSpec, padded
 
 Device = Literal["cpu", "cuda"]
 
@@ -37,7 +38,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What one of `tp` ranks saves of `batch` × `seq` tokens, in numbers `width` bytes wide.
+    """What one rank of `layout` saves of `batch` × `seq` tokens, in numbers `width` bytes wide.
 
     On "cpu" PyTorch composes an RMSNorm of small steps in fp32, which save three tensors of numbers; on "cuda" one
     kernel saves its input alone. Latent attention, experts and GPT-2's kind of layer are reckoned from their shapes,
@@ -45,15 +46,29 @@ class Saved:
     """
 
     spec: ModelSpec
-    tp: int
+    layout: Layout
     batch: int
     seq: int
     width: int
     device: Device
 
     @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
     def tokens(self) -> int:
         return self.batch * self.seq
+
+    @property
+    def gathered(self) -> int:
+        """Tokens that a cut layer takes in: with sequence parallelism those that pad the slices too."""
+        return padded(self.tokens, self.tp) if self.layout.sp else self.tokens
+
+    @property
+    def between(self) -> int:
+        """Tokens that a rank has between the cut layers: all, or its slice."""
+        return self.gathered // self.tp if self.layout.sp else self.tokens
 
     @property
     def precise(self) -> int:
@@ -63,22 +78,26 @@ class Saved:
     def layer(self, mixture: bool) -> list[Term]:
         """A block, dense or with experts. The first term is its input, or a copy of it."""
         feed_forward = self.experts() if mixture else self.gated("gate, silu, up, product", self.spec.ffn)
-        return [*self.norm("attention norm", self.spec.hidden), self._each("q, k, v in", self.spec.hidden),
-                *self.heads(),
-                *self.norm("mlp norm", self.spec.hidden), self._each("mlp in", self.spec.hidden), *feed_forward]
+        return [*self.stream_norm("attention norm"), self._in("q, k, v in"), *self.heads(),
+                *self.stream_norm("mlp norm"), self._in("mlp in"), *feed_forward]
 
     def stream(self) -> Term:
         """A block's input."""
-        return self._each("block in", self.spec.hidden)
+        return Term("block in", self.between, self.spec.hidden, self.width)
 
-    def norm(self, what: str, numbers: int, rows: int = 1, row: str = "token") -> list[Term]:
-        """A norm of `rows` × tokens rows of so many numbers each; LayerNorm keeps a mean beside the deviation."""
-        rows *= self.tokens
+    def stream_norm(self, what: str) -> list[Term]:
+        """A norm of the stream between the cut layers."""
+        return self.norm(what, self.spec.hidden, self.between)
+
+    def norm(self, what: str, numbers: int, rows: int, row: str = "token", kept: int | None = None) -> list[Term]:
+        """A norm of `rows` rows of so many numbers each, of `kept` that lie in memory together, all if None; LayerNorm
+        keeps a mean beside the deviation."""
+        kept = rows if kept is None else kept
         statistics = Term(f"{what}, 1/rms", rows, 2 if self.spec.layer_norm else 1, self.precise, row)
         if self.device == "cuda" or self.spec.layer_norm:
-            return [Term(f"{what}, in", rows, numbers, self.width, row), statistics]
-        copy = "" if self.width == self.precise else " as fp32"
-        return [Term(f"{what}, in{copy}", rows, numbers, self.precise, row),
+            return [Term(f"{what}, in", kept, numbers, self.width, row), statistics]
+        copied = self.width < self.precise
+        return [Term(f"{what}, in" + " as fp32" * copied, rows if copied else kept, numbers, self.precise, row),
                 Term(f"{what}, before its weight", rows, numbers, self.precise, row), statistics]
 
     def heads(self) -> list[Term]:
@@ -88,14 +107,24 @@ class Saved:
         d, queries, keys = self.spec.head_dim, self.query_heads, self.key_heads
         out = []
         if self.spec.qk_norm:
-            out += [*self.norm("q norm", d, queries, "head"), *self.norm("k norm", d, keys, "head")]
-        return [*out, self._each("queries", queries * d), self._each("keys", keys * d), self._each("values", keys * d),
+            for what, heads in (("q norm", queries), ("k norm", keys)):
+                out += self.norm(what, d, heads * self.tokens, "head", heads * self.gathered)
+        return [*out, self._each("queries", queries * d), self._each("keys", keys * d),
+                Term("values", self.gathered, keys * d, self.width),
                 self._each("attention out", queries * d), self._each("log-sum-exp", queries, self.precise)]
+
+    def without_core(self, layer: list[Term]) -> list[Term]:
+        """What is left of a layer's terms where its attention core is computed again: queries and keys as they go in,
+        not turned yet, and no log-sum-exp."""
+        rows = self.tokens if self.spec.qk_norm else self.gathered
+        return [term._replace(rows=rows) if term.what in ("queries", "keys") else term
+                for term in layer if term.what != "log-sum-exp"]
 
     def gated(self, what: str, ffn: int) -> list[Term]:
         """The inside of a feed-forward block, which a rank has its (padded) part of."""
         part = padded(ffn, self.tp) // self.tp
-        return [self._each(what, 4 * part)] if self.spec.gated else [self._each("up, activated", 2 * part)]
+        what, numbers = (what, 4 * part) if self.spec.gated else ("up, activated", 2 * part)
+        return [Term(what, self.gathered, numbers, self.width)]
 
     def experts(self) -> list[Term]:
         """Routing, and the blocks that the tokens are sent to: each token is copied for each of its experts."""
@@ -111,15 +140,15 @@ class Saved:
 
     def ends(self) -> list[Term]:
         """What is kept outside the layers, but for the loss: for embedding, rotation and head."""
-        out = [self._each("token ids", 1, 8)]
+        out = [Term("token ids", self.gathered, 1, 8)]
         if self.tp > 1:
-            out.append(self._each("own tokens", 1, 1))
+            out.append(Term("own tokens", self.gathered, 1, 1))
         if self.spec.learned_positions:
             out.append(Term("positions", self.seq, 1, 8, "position"))
         else:
             turned = self.spec.latent.rope_dim if self.spec.latent else self.spec.head_dim
             out.append(Term("cos and sin", self.seq, 2 * turned, self.width, "position"))
-        return [*out, *self.norm("last norm", self.spec.hidden), self._each("head in", self.spec.hidden)]
+        return [*out, *self.stream_norm("last norm"), self._in("head in")]
 
     def loss(self) -> list[Term]:
         """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's probabilities."""
@@ -152,13 +181,18 @@ class Saved:
     def _latent(self, latent: Latent) -> list[Term]:
         heads, out = self.query_heads, []
         if latent.q_rank:
-            out += [*self.norm("q latent norm", latent.q_rank), self._each("q latent", latent.q_rank)]
+            out += [*self.norm("q latent norm", latent.q_rank, self.tokens), self._each("q latent", latent.q_rank)]
         inner = heads * (latent.nope_dim + latent.rope_dim)
-        return [*out, *self.norm("kv latent norm", latent.kv_rank), self._each("kv latent", latent.kv_rank),
+        return [*out, *self.norm("kv latent norm", latent.kv_rank, self.tokens),
+                self._each("kv latent", latent.kv_rank),
                 self._each("queries", inner), self._each("keys", inner),
                 self._each("values", heads * (latent.nope_dim + latent.value_dim)),
                 self._each("attention out", heads * latent.value_dim),
                 self._each("log-sum-exp", heads, self.precise)]
+
+    def _in(self, what: str) -> Term:
+        """What cut layers take in: gathered, or the slice that backward will gather again."""
+        return Term(what, self.between if self.layout.sp == "again" else self.gathered, self.spec.hidden, self.width)
 
     def _each(self, what: str, numbers: int, width: int | None = None) -> Term:
         """So many numbers for each token."""
