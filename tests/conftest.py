@@ -3,9 +3,12 @@
 import pytest
 import torch
 from checkpoints import tiny  # noqa: F401  a fixture of every test
+from hypothesis import settings
 
 from shardlab.launch import ranks
 
+settings.register_profile("any machine", deadline=None)  # how long an example takes is a busy machine's to say
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # models here are small, and threads on a busy machine wait for each other more than they help
 
 
