@@ -178,20 +178,36 @@ def test_training_recomputes_then_offloads_then_shares_out_its_states():
     assert alone.chosen.name == "offload the optimizer"
     eight = ladder(EIGHT, H100, Train(), cards=8)
     assert eight.chosen.name == "cut, ZeRO-1 over 8" and "recomputing" not in eight.chosen.why
-    bill = training(EIGHT, batch=1, seq=4096)
-    assert eight.chosen.nbytes == bill.per_rank - bill.states + -(-bill.states // 8)
-    many = ladder(SEVENTY, H100, Train(), cards=64)
-    assert many.chosen.name == "cut, ZeRO-3 over 64"
+    assert eight.bill.layout == Layout(dp=8, zero=1)
+    assert eight.chosen.nbytes == eight.bill.per_rank == training(EIGHT, eight.bill.layout, batch=1, seq=4096).per_rank
+    four = ladder(EIGHT, H100, Train(), cards=4).chosen
+    assert four.name == "cut, ZeRO-2 over 4" and "recomputing" not in four.why
     two = ladder(EIGHT, H100, Train(), cards=2).chosen
-    assert two.name == "cut, ZeRO-2 over 2" and "recomputing in full" in two.why
+    assert two.name == "cut, ZeRO-3 over 2" and "recomputing in full" in two.why
+    many = ladder(SEVENTY, H100, Train(), cards=64)
+    assert many.chosen.name == "cut, ZeRO-3 over 64" and many.bill.layout == Layout(dp=64, zero=3)
     few = ladder(SEVENTY, H100, Train(), cards=8)
     assert few.chosen.name == "cut and offload, ZeRO-3 over 8" and few.chosen.does == "would"
-    bill = training(SEVENTY, batch=1, seq=4096, recompute="full")
-    beside = bill.per_rank - bill.weights - bill.gradients - bill.states
-    layer = sum(tensor.size for tensor in SEVENTY.layer_tensors())  # gathered whole, and its gradients
-    assert few.chosen.nbytes == beside + -(-(bill.weights + bill.gradients) // 8) + 4 * layer
+    bill = training(SEVENTY, Layout(dp=8, zero=3), batch=1, seq=4096, recompute="full")
+    assert few.chosen.nbytes == bill.per_rank - bill.states and bill.part("under way") > 0
     assert ladder(SEVENTY, H100, Train(), cards=2).answer.endswith(
         "1128.9 GB of weights, gradients and states ask for about 16 cards")
+
+
+@pytest.mark.parametrize(("name", "cards"), [("llama-3.1-8b", 2), ("llama-3.1-8b", 4), ("llama-3.1-8b", 8),
+                                             ("llama-3.1-70b", 64), ("llama-3.1-405b", 128)])
+def test_the_first_stage_that_fits_is_taken(name, cards):
+    """What is skipped by its lower bound would not have fitted by its bill either."""
+    spec = find_model(name)
+    chosen = ladder(spec, H100, Train(), cards=cards).bill
+    tried = [(tp, recompute, zero) for tp in (1, 2, 4, 8) for recompute in (None, "full") for zero in (1, 2, 3)]
+    for tp, recompute, zero in tried:
+        bill = training(spec, Layout(tp, dp=cards // tp, zero=zero), batch=1, seq=4096, recompute=recompute)
+        if bill.per_rank <= H100.memory:
+            assert bill.to_dict() == chosen.to_dict()
+            return
+        assert bill.layout != chosen.layout or recompute is None
+    raise AssertionError("none fits")
 
 
 def test_an_offloaded_optimizer_is_weighed_against_the_arithmetic_that_is_done():

@@ -1,6 +1,5 @@
 """FAULTS.md, numbers that published books and courses got wrong: the library gets them right, and their whole kind."""
 
-import math
 import re
 import runpy
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch
 from formats import SCALES, write
 
+from shardlab import comm
 from shardlab.cost import (
     bound,
     bytes_read,
@@ -23,8 +23,9 @@ from shardlab.cost import (
     transfer_seconds,
     utilisation,
 )
-from shardlab.cost.train_rungs import _states
 from shardlab.model.mlp import MLP
+from shardlab.model.transformer import Transformer
+from shardlab.parallel import data, grads, mesh, zero
 from shardlab.specs import (
     ClusterSpec,
     Layout,
@@ -74,11 +75,50 @@ def test_2_training_is_six_flop_for_each_active_parameter():
 @pytest.mark.parametrize(("stage", "whole"), [
     (0, {"weights", "gradients", "states"}), (1, {"weights", "gradients"}), (2, {"weights"}), (3, set())])
 def test_3_zero_shares_out_the_optimizer_first_and_the_weights_last(stage, whole):
-    """scaling-book had weights, gradients, optimizer. As the ladder's formula has it; the run comes with the cut."""
-    bill = memory(find_model("smollm2-135m"), dtype="bf16", training=True, master="fp32")
-    kinds = {"weights": bill.weights, "gradients": bill.gradients, "states": bill.states}
-    held = sum(nbytes if kind in whole else math.ceil(nbytes / 8) for kind, nbytes in kinds.items())
-    assert _states(bill, stage, 8) == held
+    """scaling-book had weights, gradients, optimizer. The run holds as much: tests/parity/test_bytes_data.py."""
+    spec = find_model("smollm2-135m")
+    alone, shared = (memory(spec, Layout(dp=dp, zero=stage if dp > 1 else 0), training=True) for dp in (1, 8))
+    for kind in ("weights", "gradients", "moments"):
+        part = 1 if kind.replace("moments", "states") in whole else 8
+        assert getattr(shared, kind) == pytest.approx(getattr(alone, kind) / part, rel=1e-6)  # but for padding
+
+
+def one_step(_group, stage):
+    """A step of ZeRO's `stage`, 0 being plain data parallelism, by messages in rings: its calls, and bytes of weights.
+
+    Each call as (op, phase, payload), and what this rank sent for it."""
+    group = mesh.build(dp=4).get_group("dp")
+    model = Transformer(ModelSpec(hidden=16, layers=2, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    _ = zero.shard(model, optimizer, group, stage) if stage else data.replicate(model, group)
+    tokens = torch.arange(12).view(2, 6)
+    with comm.use("ring"), comm.record() as ledger:
+        model.loss(tokens, tokens + 1).backward()
+        grads.finish(model)
+        optimizer.step()
+    return ([(e.op, e.phase, e.payload, e.wire) for e in ledger.entries], model.spec.total * 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_4_zero_sends_gradients_and_weights_and_no_optimizer_state(pool, stage):
+    """ml-engineering#122: "all-gather of optimizer states". Counted: gradients reduce-scattered, weights gathered."""
+    for calls, weights in pool(4).run(one_step, stage):
+        moved = {(op, phase): sum(n for o, p, n, _ in calls if (o, p) == (op, phase)) for op, phase, *_ in calls}
+        used = moved.pop(("all_reduce", "finish"))  # a byte a parameter: whether a rank has used it
+        assert used == 3 + 2 * 9
+        assert moved == {("reduce_scatter", "backward"): weights, ("all_gather", "step"): weights // 4}
+
+
+def test_5_zero_1_and_2_send_what_plain_data_parallelism_sends(pool):
+    """ttsugriy 1077bb6 had twice as much. Counted at every send: 2 (N − 1)/N · S, and stage 3 half as much again."""
+    sent = []
+    for stage in range(4):
+        for calls, weights in pool(4).run(one_step, stage):
+            sent.append((stage, sum(wire for _, phase, _, wire in calls if phase != "finish"), weights))
+    assert {wire for stage, wire, _ in sent if stage < 3} == {2 * 3 / 4 * weights for _, _, weights in sent}
+    third = {wire for stage, wire, _ in sent if stage == 3}
+    ends = (2 * 64 + 1) * 16 * 4  # embedding, norm and head are gathered once, not twice
+    assert third == {3 / 4 * (3 * weights - ends) for _, _, weights in sent}
 
 
 def test_6_an_all_gather_of_everything_takes_what_everything_takes():

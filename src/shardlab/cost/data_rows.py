@@ -72,7 +72,7 @@ class DataRows:
         """
         parts: dict[int | str, list[Parameter]] = {}
         for each in self.parameters if self.layout.zero == 3 else ():
-            end = "ends" if self.tied else "embedding" if each.group == "embedding" else "head"
+            end = "ends" if self.tied else "embedding" if each.name.startswith("embed_") else "head"
             parts.setdefault(end if each.layer is None else each.layer, []).append(each)
         return [Unit("layer", list(self._split(inside)), 1, self.parameters.reached(inside[-1].name))
                 if isinstance(key, int) else Unit(key, list(self._split(inside)), 2 if key == "ends" else 1, False)
@@ -84,5 +84,11 @@ class DataRows:
                 yield self._row(some)
 
     def _row(self, parameters: list[Parameter]) -> Rowed:
-        return Rowed(FlatRow(tuple(each.numel for each in parameters), self.layout.dp if self.layout.zero else 1),
-                     parameters)
+        sizes = tuple([each.numel for each in parameters])
+        if sizes not in self._known:  # a model of many experts has many rows, and few that differ
+            self._known[sizes] = FlatRow(sizes, self.layout.dp if self.layout.zero else 1)
+        return Rowed(self._known[sizes], parameters)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], FlatRow]:
+        return {}

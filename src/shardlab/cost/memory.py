@@ -244,11 +244,11 @@ def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, buc
     """The bill of a rank that ZeRO leaves a part, or that does not train what is frozen."""
     layout, formats = bill.layout, bill.formats
     rows = DataRows(parameters(bill.spec, layout.tp, frozen=frozen), layout, bill.spec.tied, bill.width, bucket)
+    converted = formats is not None and formats.part != formats.gradients
     if rank is not None:
         coordinate = coordinate_of(rank, layout)
     else:
-        numbers, counter = bill.kept
-        each = numbers * formats.stepped.bytes + (bill.master.bytes if bill.master else 0) if formats else 0
-        coordinate = fullest(rows.gradients, layout.dp, each, counter) if layout.zero else 0
-    converted = formats is not None and formats.part != formats.gradients
+        kept = [(bill.kept[0], formats.stepped), (1, bill.master), (converted, formats.part)] if formats else []
+        number = sum(n * dtype.bytes for n, dtype in kept if dtype)
+        coordinate = fullest(rows.gradients, layout.dp, number, bill.kept[1]) if layout.zero else 0
     return replace(bill, share=share(rows, coordinate, converted), coordinate=coordinate)

@@ -10,23 +10,18 @@ from ..specs import ModelSpec, TensorSpec
 
 
 class Parameter(NamedTuple):
-    """What one of `tp` ranks holds of one weight: `numel` numbers, padding included, in `group` of the spec's.
+    """What one of `tp` ranks holds of one weight: `numel` numbers, padding included; in which layer, None at the ends.
 
     `copies` is how many of the ranks hold the same with a part of its gradient each: 1 where none does. `cut` says
     whether the ranks together hold different parts of it.
     """
 
     name: str
-    group: str
+    layer: int | None
     numel: int
     copies: int
     cut: bool
     trained: bool
-
-    @property
-    def layer(self) -> int | None:
-        """Which layer has it; None at the ends."""
-        return int(self.name.split(".", 2)[1]) if self.name.startswith("layers.") else None
 
 
 class Parameters(tuple[Parameter, ...]):
@@ -53,23 +48,32 @@ def parameters(spec: ModelSpec, tp: int = 1, sp: bool = False, frozen: Collectio
     of the sequence for weights that all hold whole. Raises ValueError on a name that the model doesn't have."""
     if isinstance(frozen, str):
         raise ValueError(f"frozen = {frozen!r} is one name: give several, ({frozen!r},)")
-    unmet = set(frozen)
-
-    def named(name: str) -> Iterator[str]:
-        return (each for each in frozen if name == each or name.startswith(f"{each}."))
-
-    held = []
-    for tensor in spec.tensors():
-        freezing = list(named(tensor.name)) if unmet or frozen else []
-        unmet.difference_update(freezing)
-        held.append(_held(tensor, tp, sp, not freezing))
-    if unmet:
-        tied = ": its head is tied, and the embedding's weight" if spec.tied and "lm_head" in str(unmet) else ""
-        raise ValueError(f"{spec.name} has no {', '.join(sorted(unmet))} to freeze{tied}")
+    held = list(_held(spec, tp, sp))
+    if frozen:
+        known = {name.rsplit(".", i)[0] for name, *_ in held for i in range(name.count(".") + 1)}
+        if unmet := [name for name in frozen if name not in known]:
+            tied = ": its head is the embedding's weight" if spec.tied and unmet[0].startswith("lm_head") else ""
+            raise ValueError(f"{spec.name} has no {unmet[0]} to freeze{tied}")
+        names = tuple(f"{name}." for name in frozen)
+        held = [each._replace(trained=not f"{each.name}.".startswith(names)) for each in held]
     return Parameters(held)
 
 
-def _held(tensor: TensorSpec, tp: int, sp: bool, trained: bool) -> Parameter:
+def _held(spec: ModelSpec, tp: int, sp: bool) -> Iterator[Parameter]:
+    """All of them, trained. Layers of a kind are alike, so each kind is looked at once."""
+    for tensor in spec.first_tensors():
+        yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
+    for layers, _ in spec.kinds():
+        alike = [(tensor.name, _of(tensor, tp, sp)) for tensor in spec.layer_tensors(layers[0])]
+        for layer in layers:
+            for name, of in alike:
+                yield Parameter(f"layers.{layer}.{name}", layer, *of, True)
+    for tensor in spec.last_tensors():
+        yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
+
+
+def _of(tensor: TensorSpec, tp: int, sp: bool) -> tuple[int, int, bool]:
+    """Its numbers on a rank, how many hold the same with a part of the gradient, and whether it is cut."""
     partial = tensor.cut in ("kv_heads", "shared") or (sp and tensor.cut == "whole")
-    return Parameter(tensor.name, tensor.group, math.prod(tensor.local_shape(tp)),
-                     tensor.copies(tp) if partial else 1, tp > 1 and tensor.cut not in ("shared", "whole"), trained)
+    cut = tp > 1 and tensor.cut not in ("shared", "whole")
+    return math.prod(tensor.local_shape(tp)), tensor.copies(tp) if partial else 1, cut

@@ -35,14 +35,15 @@ def share(rows: DataRows, coordinate: int, converted: bool) -> Share:
     stepped = sum(each.numel for each in trained)
     if not zero:
         return Share(everything, stepped, 0, stepped, len(trained))
-    mine = [row for row, _ in rows.gradients]
-    padded, held = sum(row.numel for row in mine), sum(row.held(coordinate) for row in mine)
+    mine = Counter(row for row, _ in rows.gradients)  # most are alike
+    padded = sum(n * row.numel for row, n in mine.items())
+    held = sum(n * row.held(coordinate) for row, n in mine.items())
     weights = everything - stepped + padded
     if zero == 3:
         weights = sum(each.row.share for unit in rows.units for each in unit.rows)
-    part = held if converted else 0 if zero == 1 else sum(row.share for row in mine)
+    part = held if converted else 0 if zero == 1 else sum(n * row.share for row, n in mine.items())
     return Share(weights, padded if zero == 1 else 0, part, held,
-                 sum(1 for row in mine for _ in row.slices(coordinate)))
+                 sum(n * sum(1 for _ in row.slices(coordinate)) for row, n in mine.items()))
 
 
 def own(rows: Sequence[Rowed], coordinate: int) -> dict[str, int]:
@@ -54,13 +55,13 @@ def fullest(rows: Sequence[Rowed], p: int, number: int, piece: int) -> int:
     """Which of `p` ranks holds most, the first of equals, where each has `number` bytes for a number in its slices and
     `piece` bytes for a piece of a parameter."""
     change: Counter[int] = Counter()  # from one rank to the next
-    for row, _ in rows:
+    for row, n in Counter(row for row, _ in rows).items():
         full, rest = divmod(row.filled, row.share)
-        change.update({0: row.share * number, full: rest * number})
-        change.subtract({full: row.share * number, full + 1: rest * number})
+        for rank, more in ((0, row.share), (full, rest - row.share), (full + 1, -rest)):
+            change[rank] += n * number * more
         for start, size in zip(row.starts, row.sizes, strict=True):
-            change[start // row.share] += piece
-            change[(start + size - 1) // row.share + 1] -= piece
+            change[start // row.share] += n * piece
+            change[(start + size - 1) // row.share + 1] -= n * piece
     held = list(accumulate(change[r] for r in range(p)))
     return held.index(max(held))
 

@@ -12,7 +12,7 @@ from .memory import MemoryBill
 
 class Step(NamedTuple):
     """What was tried; whether it does what was asked: "yes", "no", or "would" (with another card, at another speed, or
-    by a formula that no bill has yet); bytes on each card; why; the bill; how many cards it takes."""
+    in a way that nothing here runs); bytes on each card; why; the bill; how many cards it takes."""
 
     name: str
     does: Literal["yes", "no", "would"]

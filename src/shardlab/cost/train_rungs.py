@@ -51,7 +51,7 @@ def train_rungs(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Ite
 
 
 def _fits(name: str, bill: MemoryBill, card: CardSpec, more: str = "") -> Step:
-    states = bill.weights + bill.gradients + bill.states
+    states = bill.held
     if bill.per_rank <= card.memory:
         return Step(name, "yes", bill.per_rank, f"{decimal(bill.per_rank)} of {decimal(card.memory)}{more}", bill)
     per = states / sum(bill.elements.values())
@@ -96,53 +96,48 @@ def _bigger_card(card: CardSpec, plain: MemoryBill, full: MemoryBill) -> Step:
 
 def _cut(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[Step]:
     """The data axis first, its states shared out (ZeRO), as far as it takes; recomputation only if that won't do; then
-    tensor parallelism inside a domain beside it.
-
-    What ZeRO leaves on a rank is a formula here (arXiv:1910.02054, §5): chapter 4 runs it.
-    """
+    tensor parallelism inside a domain beside it."""
     for tp in (1, *tensor_degrees(spec, card, cards)):
         dp = cards // tp
         for recompute in dict.fromkeys((task.recompute, "full")):
-            bill = task.bill(spec, Layout(tp), recompute)
-            beside = bill.per_rank - bill.weights - bill.gradients - bill.states
+            whole = task.bill(spec, Layout(tp), recompute)
             for stage in (1, 2, 3) if dp > 1 else (0,):
-                held = beside + _states(bill, stage, dp) + (_gathered(spec, bill, tp) if stage == 3 else 0)
-                if held <= card.memory:
-                    yield _cut_step(tp, dp, stage, recompute, held, card, bill)
+                if _at_least(whole, stage, dp) > card.memory:
+                    continue  # the bill, which takes longer, would only say so to the byte
+                bill = task.bill(spec, Layout(tp, dp=dp, zero=stage), recompute)
+                if bill.per_rank <= card.memory:
+                    again = ", recomputing in full" if recompute == "full" else ""
+                    cuts = [f"tensor parallel over {tp}"] * (tp > 1) + [f"ZeRO-{stage} over {dp}"] * (dp > 1)
+                    step = _fits(f"cut, {' and '.join(cuts)}", bill, card, f" on each card{again}")
+                    yield step._replace(cards=dp * tp)
                     return
+    yield from _further(spec, card, task, cards)
+
+
+def _further(spec: ModelSpec, card: CardSpec, task: Train, cards: int) -> Iterator[Step]:
+    """ZeRO-3 with the optimizer's states on the host, as ZeRO-Infinity has them (arXiv:2104.07857), which nothing here
+    runs; or what binds, and how many cards would do."""
     bill = task.bill(spec, recompute="full")
-    states = bill.weights + bill.gradients + bill.states
-    beside = bill.per_rank - states
-    held = beside + math.ceil((states - bill.states) / cards) + _gathered(spec, bill, 1)
-    if cards > 1 and card.host_link and held <= card.memory:
-        why = (f"{decimal(held)} of {decimal(card.memory)} on each card, recomputing in full, the optimizer's states "
-               "on the host (by formula; chapter 4)")
-        yield Step(f"cut and offload, ZeRO-3 over {cards}", "would", held, why)
-        return
+    if cards > 1 and card.host_link:
+        shared = task.bill(spec, Layout(dp=cards, zero=3), "full")
+        held = shared.per_rank - shared.states
+        if held <= card.memory:
+            why = (f"{decimal(held)} of {decimal(card.memory)} on each card, recomputing in full, the optimizer's "
+                   "states on the host (as ZeRO-Infinity has them; nothing here runs it)")
+            yield Step(f"cut and offload, ZeRO-3 over {cards}", "would", held, why)
+            return
+    beside = bill.per_rank - bill.held
     room = card.memory - beside
     why = (f"{decimal(beside)} of activations and buffers in {decimal(card.memory)}: a smaller batch, its gradients "
            "summed over several passes, or a shorter sequence")
     if room > 0:
-        why = f"{decimal(states)} of weights, gradients and states ask for about {math.ceil(states / room)} cards"
-    yield Step("cut further", "no", states // cards, why)
+        why = f"{decimal(bill.held)} of weights, gradients and states ask for about {math.ceil(bill.held / room)} cards"
+    yield Step("cut further", "no", bill.held // cards, why)
 
 
-def _cut_step(tp: int, dp: int, stage: int, recompute: str | None, held: int, card: CardSpec, bill: MemoryBill) -> Step:
-    name = " and ".join([f"tensor parallel over {tp}"] * (tp > 1) + [f"ZeRO-{stage} over {dp}"] * (dp > 1))
-    why = f"{decimal(held)} of {decimal(card.memory)} on each card"
-    why += ", recomputing in full" if recompute == "full" else ""
-    why += " (by formula; chapter 4 runs it)" if dp > 1 else ""
-    return Step(f"cut, {name}", "yes", held, why, bill if dp == 1 else None, dp * tp)
-
-
-def _gathered(spec: ModelSpec, bill: MemoryBill, tp: int) -> int:
-    """What a rank has whole at a time under ZeRO-3: the weights and the gradients of the largest layer."""
-    layer = max(sum(times * tensor.size for times, tensor in kind) for _, kind in spec.kinds())
-    return layer // tp * (bill.weights + bill.gradients) // sum(bill.elements.values())
-
-
-def _states(bill: MemoryBill, stage: int, dp: int) -> int:
-    """Weights, gradients and optimizer states on a rank when ZeRO's `stage` shares them out over `dp` ranks: from stage
-    1 the optimizer's, from 2 the gradients, at 3 the weights."""
+def _at_least(bill: MemoryBill, stage: int, dp: int) -> int:
+    """Bytes on a rank, from below, when ZeRO's `stage` shares out over `dp` ranks what the `bill` has whole: from stage
+    1 the optimizer's states, from 2 the gradients, at 3 the weights (arXiv:1910.02054, §5)."""
     kinds = ((1, bill.states), (2, bill.gradients), (3, bill.weights))
-    return sum(math.ceil(nbytes / dp) if stage >= first else nbytes for first, nbytes in kinds)
+    shared = sum(nbytes // dp if stage >= first else nbytes for first, nbytes in kinds)
+    return bill.per_rank - bill.held + shared - bill.steps

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 from ..specs import Layout, ModelSpec
 from ..specs.layout import layout_of
-from ..specs.units import parse_bytes
+from ..specs.rows import BUCKET
+from ..specs.units import count, parse_bytes
 from .activations import activations
+from .data_rows import DataRows
 from .memory import MemoryBill, Part, memory
+from .parameters import parameters
+from .under_way import under_way
 
 RESERVE = "1 GiB"
 ASSUMED = "assumed: CUDA context, workspaces, buffers of collectives"
@@ -17,9 +21,10 @@ ASSUMED = "assumed: CUDA context, workspaces, buffers of collectives"
 def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: int, dtype: str = "bf16",
              master: str | None = "fp32", optimizer: str = "adamw", gradients: str | None = None,
              recompute: str | None = None, reserve: str = RESERVE) -> MemoryBill:
-    """The bill of a training step on `batch` × `seq` tokens: `memory`'s states and, as parts, "activations" (what
-    autograd keeps of the layers and ends when the forward pass is over), what comes to it at the worst moment, "logits"
-    (the loss, over logits in fp32) or "a layer again" (computed again), and "buffers" (`reserve`, an assumption).
+    """The bill of a training step on `batch` × `seq` tokens a rank: `memory`'s states and, as parts, "activations"
+    (what autograd keeps of the layers and ends when the forward pass is over), what comes to it at the worst moment,
+    "logits" (the loss, over logits in fp32) or "a layer again" (computed again), under ZeRO-2 and 3 what is "under way"
+    (whole rows of gradients and units of weights, at their worst moment), and "buffers" (`reserve`, an assumption).
 
     `dtype`, `master`, `optimizer` and `gradients` as in `memory`: the defaults are bf16 mixed. Activations are those of
     GPU kernels. Gradients on their way through a layer are not counted, nor what the allocator loses between blocks.
@@ -32,10 +37,23 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
     kept = activations(spec, bill.layout, batch=batch, seq=seq, dtype=dtype, recompute=recompute, device="cuda")
     loss = kept.saved.logits()
     worst, how = ("logits", loss.derivation) if kept.logits >= kept.recomputed else ("a layer again", "computed again")
-    parts = (Part("activations", kept.layers + kept.ends, f"{spec.layers} layers × {kept.per_layer:,} B + ends"),
-             Part(worst, kept.peak - kept.layers - kept.ends, how), reserved(reserve))
+    parts = [Part("activations", kept.layers + kept.ends, f"{spec.layers} layers × {kept.per_layer:,} B + ends"),
+             Part(worst, kept.peak - kept.layers - kept.ends, how)]
+    if bill.layout.zero > 1:
+        parts.append(_under_way(bill))
+    parts.append(reserved(reserve))
     how = f"{batch} × {seq:,} tokens, {bill.format.name}" + (f" with {master} master weights" if master else "")
-    return replace(bill, parts=parts, task=f"a training step, {how}, {optimizer}, {recompute or 'no'} recomputation")
+    task = f"a training step, {how}, {optimizer}, {recompute or 'no'} recomputation"
+    return replace(bill, parts=tuple(parts), task=task)
+
+
+def _under_way(bill: MemoryBill) -> Part:
+    """What ZeRO-2 and 3 have whole for a moment, beside a rank's share."""
+    layout, spec = bill.layout, bill.spec
+    weights, gradients = under_way(DataRows(parameters(spec, layout.tp), layout, spec.tied, bill.width, BUCKET))
+    units = f"{count(weights)} numbers of weights and " if weights else ""
+    return Part("under way", (weights + gradients) * bill.width,
+                f"({units}{count(gradients)} of gradients) × {bill.width} B ({bill.format.name})")
 
 
 def reserved(reserve: str) -> Part:

@@ -17,7 +17,7 @@ from .tensor import padded
 BUCKET = 25 * 2**20  # bytes of a row of gradients; PyTorch's DDP takes as many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatRow:
     """Tensors of `sizes` numbers, in this order, over `p` ranks."""
 
