@@ -151,13 +151,14 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward pass begins. Raises RuntimeError where it must not."""
-        if self._running:
-            if any(bucket.has(parameter) for parameter, bucket in self._of.items()):
-                raise RuntimeError(FAILED)
-            self.forget()
-        if self._flushed and not self.repeats:
+        stand = any(bucket.has(parameter) for parameter, bucket in self._of.items())
+        if self._running and (stand or self.repeats):
+            raise RuntimeError(FAILED)
+        if self._flushed and stand:
             raise RuntimeError("the gradients of this step have been sent already: call grads.finish before the next "
                                "backward, or run all but the last of several inside data.no_sync(model)")
+        if not stand and not self.repeats:  # the first pass of a step, or zero_grad has thrown away those before it
+            self.forget()
         self._running, self._next = True, 0
         for bucket in self.buckets:
             bucket.ready.clear()
