@@ -2,8 +2,8 @@
 
 from facts import EIGHT, GIB, KIB, MIB, MS, SEVENTY, SMALL, US
 
-from shardlab.cost import decode_floor, prefill_floor, traffic
-from shardlab.specs import find_card, find_link
+from shardlab.cost import activations, decode_floor, prefill_floor, traffic
+from shardlab.specs import Layout, find_card, find_link
 
 A100, H100 = find_card("a100"), find_card("h100")
 TOKEN = traffic(SEVENTY, EIGHT, batch=1, seq=1, dtype="bf16", backward=False, head="logits")
@@ -20,6 +20,15 @@ def prefill(card, share, layout=EIGHT, spec=SEVENTY):
 def heads_on_a_rank():
     q_proj = next(t for t in SEVENTY.layer_tensors() if "q_proj" in t.name)
     return q_proj.local_shape(EIGHT.tp)[0] / SEVENTY.head_dim
+
+
+def a_layer_keeps(layout):
+    """Bytes, of 8192 tokens, by GPU kernels."""
+    return activations(SEVENTY, layout, batch=1, seq=8192, dtype="bf16", device="cuda").per_layer
+
+
+def sent_forward(layout):
+    return traffic(SEVENTY, layout, batch=1, seq=8192, dtype="bf16").wire(phase="forward")
 
 
 COMPUTED = {
@@ -41,5 +50,7 @@ COMPUTED = {
     "A002-prefill-peak": lambda: prefill(H100, 1.0),
     "A002-prefill-8b": lambda: prefill(H100, 0.5, None, SMALL),
     "A002-latency-tp": lambda: decode_floor(SEVENTY, A100) / (decode_floor(SEVENTY, A100, EIGHT) + 2 * MS),
+    "A5-tp-activations": lambda: a_layer_keeps(EIGHT) / a_layer_keeps(Layout()),
+    "A5-sp-bytes": lambda: sent_forward(Layout(tp=8, sp="keep")) / sent_forward(EIGHT),
     "B7-tp-train": lambda: sum(c.count for c in STEP.collectives if c.count == SEVENTY.layers) / SEVENTY.layers,
 }

@@ -5,13 +5,14 @@ from collections import Counter
 import facts_caches
 import facts_collectives
 import facts_cutting
+import facts_data
 import facts_hardware
 import facts_sizes
 import facts_training
 import pytest
 from facts import ROWS
 
-PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives)
+PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 
