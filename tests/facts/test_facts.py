@@ -7,12 +7,14 @@ import facts_collectives
 import facts_cutting
 import facts_data
 import facts_hardware
+import facts_replicas
 import facts_sizes
 import facts_training
 import pytest
 from facts import ROWS
 
-PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data)
+PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data,
+         facts_replicas)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 
