@@ -16,7 +16,7 @@ gradient is already whole.
 `gather_from` is for what every rank goes on to use in the same way (its gradient is whole already), `all_gather` for
 what each rank uses differently (its gradients are parts). The first two are Megatron-LM's f and g (arXiv:1909.08053,
 §3), the next two their analogues along a dim; the last two are sequence parallelism's (arXiv:2205.05198, §4.2.2).
-On a group of one rank each returns its input.
+On a group of one rank each returns its input. `reduce_from_` is `reduce_from` in place, without the copy.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def copy_to(x: torch.Tensor, group) -> torch.Tensor:
 def reduce_from(x: torch.Tensor, group) -> torch.Tensor:
     """Leave a parallel region: the sum of all ranks' `x`, its gradient unchanged."""
     return _region(x, group, 0, _sum, _same)
+
+
+def reduce_from_(x: torch.Tensor, group) -> torch.Tensor:
+    """Leave a parallel region in place: `x` itself becomes the sum. Nothing else may have kept it for backward."""
+    return x if group.size() == 1 else _SumInPlace.apply(x, group)
 
 
 def scatter_to(x: torch.Tensor, group, dim: int = -1) -> torch.Tensor:
@@ -77,6 +82,18 @@ class _Region(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return ctx.way_back(grad), None, None, None, None
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        return ops.all_reduce(x, group=group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad, None
 
 
 def _same(x, group, dim):

@@ -151,19 +151,20 @@ class Saved:
         return [*out, *self.stream_norm("last norm"), self._in("head in")]
 
     def loss(self) -> list[Term]:
-        """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's probabilities."""
+        """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's logits."""
         if self.tp == 1:
             return [self._each("log-softmax", self.spec.vocab, self.precise), self._each("labels", 1, 8),
                     Term("number of labels", 1, 1, self.precise, "sum")]
-        return [self._each("softmax", self._columns, self.precise), self._each("own labels", 1, 8 + 1),
+        return [Term("logits", self.gathered, self._columns, self.width),
+                self._each("largest logit, sum, target", 3, self.precise), self._each("own labels", 1, 8 + 1),
                 self._each("which have a label", 1, 1), Term("number of labels", 1, 1, 8, "sum")]
 
     def logits(self) -> Term:
         """The largest moment of the loss. Backward has log-probabilities and two gradients like them at once; over a
-        cut vocabulary, forward has logits, their padded copy and the exponentials."""
+        cut vocabulary, logits and their gradient, and exponentials of a few tokens at a time, which are left out."""
         if self.tp == 1:
             return self._each("log-softmax and two gradients", 3 * self.spec.vocab, self.precise)
-        return self._each("logits, padded, exponentials", self._columns, 2 * self.precise + self.width)
+        return self._each("logits and their gradient", self._columns, 2 * self.width)
 
     @property
     def query_heads(self) -> int:

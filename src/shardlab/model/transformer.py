@@ -43,7 +43,7 @@ class Block(nn.Module):
 
     def _forward(self, x, cos, sin, cache, of_heads, of_attention, of_mlp):
         x = x + self.dropout(
-            self.self_attn(self.input_layernorm(x), cos, sin, cache, self.run_core, of_heads), of_attention)
+            self.self_attn(self.input_layernorm(x), cos, sin, cache, self.run_core, seed=of_heads), of_attention)
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)), of_mlp)
 
 

@@ -5,16 +5,17 @@ The maximum (so that no exponential overflows), the sum of exponentials, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..comm import ops
 from ..model.head import IGNORED
 from ..model.parameters import Window
+
+BLOCK = 64  # tokens: of a vocabulary of 8,192 over two ranks, 1 MiB
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, rows: Window,
@@ -26,33 +27,46 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, row
     Computed in float32, or float64 for float64 logits. The caller's tensors are not written to.
     """
     counts = labels != IGNORED
-    losses = _CrossEntropy.apply(logits, labels.where(counts, 0), rows, group)
-    return losses.where(counts, 0).sum() / (counts.sum() if valid is None else valid)
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), labels.where(counts, 0).flatten(), rows, group)
+    return losses.where(counts.flatten(), 0).sum() / (counts.sum() if valid is None else valid)
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The loss of each token, from z (tokens, c), the logits here. They alone are kept: exponentials take less time to
+    compute again than memory to keep, and of a few tokens at a time they never leave the processor's cache."""
+
     @staticmethod
-    def forward(ctx, logits, labels, rows, group):
-        held = rows.stop - rows.start
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        z = F.pad(z[..., :held], (0, z.shape[-1] - held), value=-torch.inf)
-        top = ops.all_reduce(z.amax(-1), "max", group)
-        exps = (z - top.unsqueeze(-1)).exp_()
+    def forward(ctx, z, labels, rows, group):
+        held, precise = rows.stop - rows.start, torch.promote_types(z.dtype, torch.float32)
+        top = z[:, :held].amax(-1).to(precise) if held else z.new_full(labels.shape, -torch.inf, dtype=precise)
+        ops.all_reduce(top, "max", group)
         mine = (labels >= rows.start) & (labels < rows.stop)
         index = (labels - rows.start).where(mine, 0).unsqueeze(-1)
-        target = z.gather(-1, index).squeeze(-1).where(mine, 0)
-        sums = torch.stack([exps.sum(-1), target])
-        total, target = ops.all_reduce(sums, group=group)
-        ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), index, mine)
-        ctx.dtype = logits.dtype
+        target = z.gather(-1, index).squeeze(-1).where(mine, 0).to(precise)
+        total = torch.cat([exps.sum(-1) for _, exps in _exponentials(z, top, held)])
+        total, target = ops.all_reduce(torch.stack([total, target]), group=group)
+        ctx.save_for_backward(z, top, total, index, mine)
+        ctx.held = held
         return total.log() + top - target
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        softmax, index, mine = ctx.saved_tensors
-        out = softmax.clone().scatter_add_(-1, index, -mine.unsqueeze(-1).to(softmax.dtype))
-        return out.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        z, top, total, index, mine = ctx.saved_tensors
+        scale, target = (grad / total).unsqueeze(-1), -grad.where(mine, 0).unsqueeze(-1)
+        out = torch.empty_like(z)
+        for i, exps in _exponentials(z, top, ctx.held):
+            out[i] = exps.mul_(scale[i]).scatter_add_(-1, index[i], target[i])  # (softmax − one-hot) · grad
+        return out, None, None, None
+
+
+def _exponentials(z: torch.Tensor, top: torch.Tensor, held: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """exp(z − top), new memory of a few tokens at a time, and which; 0 in the padding, the columns from `held` on."""
+    for start in range(0, len(z), BLOCK):
+        i = slice(start, start + BLOCK)
+        shifted = z[i] - top[i].unsqueeze(-1)
+        shifted[:, held:] = -torch.inf
+        yield i, shifted.exp_()
 
 
 def valid_tokens(labels: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> int:

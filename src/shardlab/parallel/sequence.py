@@ -17,7 +17,7 @@ all-reduce is these two, so forward sends the same bytes. Backward needs what th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..comm import ops
-from ..comm.regions import all_gather, copy_to, reduce_from, reduce_scatter
+from ..comm.regions import reduce_from_, reduce_scatter
 from ..specs import padded
 
 Mode = Literal[False, "keep", "again"]
@@ -39,24 +39,21 @@ def check_mode(mode: object) -> None:
                          "input of a layer for backward, 'again' gathers it again there")
 
 
-def enter(x: torch.Tensor, layers: Sequence[nn.Linear], group: dist.ProcessGroup, mode: Mode) -> list[torch.Tensor]:
+def enter(x: torch.Tensor, layers: Sequence[nn.Linear], group: dist.ProcessGroup, mode: Mode) -> Sequence[torch.Tensor]:
     """What the column-parallel `layers`, which share their input, put out for all tokens.
 
     x is the stream between cut layers: whole, (…, hidden), or with sequence parallelism this rank's rows of it,
     (rows, hidden); then the outputs are (p · rows, …), padding and all.
     """
-    if mode == "again":
-        parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-        return list(_Again.apply(x, group, *parameters))
-    x = all_gather(x, group) if mode else copy_to(x, group)
-    return [F.linear(x, layer.weight, layer.bias) for layer in layers]
+    return _Enter.apply(x, group, mode, *[parameter for layer in layers for parameter in (layer.weight, layer.bias)])
 
 
 def leave(parts: torch.Tensor, group: dist.ProcessGroup, mode: Mode) -> torch.Tensor:
-    """The stream, from each rank's part of the sum (…, hidden): whole, or this rank's rows of it (rows, hidden)."""
-    if not mode:
-        return reduce_from(parts, group)
-    return reduce_scatter(pad(parts.flatten(0, -2), group), group)
+    """The stream, from each rank's part of the sum (…, hidden): whole, or this rank's rows of it (rows, hidden).
+
+    `parts` is given up: it may be overwritten.
+    """
+    return reduce_scatter(pad(parts.flatten(0, -2), group), group) if mode else reduce_from_(parts, group)
 
 
 def pad(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -71,30 +68,36 @@ def unpad(rows: torch.Tensor, n: int) -> torch.Tensor:
     return rows if len(rows) == n else rows[:n]
 
 
-class _Again(torch.autograd.Function):
-    """all-gather, then linear layers; kept is the slice, which backward gathers again for the weights' gradients."""
+class _Enter(torch.autograd.Function):
+    """`copy_to` or `all_gather`, then linear layers. Backward adds up the gradients that they give their input before
+    one collective sums those of all ranks, while the weights' gradients are computed."""
 
     @staticmethod
-    def forward(ctx, x, group, *parameters):
-        ctx.group = group
-        ctx.save_for_backward(x, *parameters[::2])
-        whole = ops.all_gather(x, group)
-        return tuple(F.linear(whole, *each) for each in zip(parameters[::2], parameters[1::2], strict=True))
+    def forward(ctx, x, group, mode, *parameters):
+        ctx.group, ctx.mode, ctx.shape = group, mode, x.shape
+        weights, biases = parameters[::2], parameters[1::2]
+        whole = ops.all_gather(x, group) if mode else x
+        ctx.save_for_backward(x if mode == "again" else whole, *weights)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        x, *weights = ctx.saved_tensors
-        _, _, *wanted = ctx.needs_input_grad
-        coming = ops.all_gather(x, ctx.group, async_op=True) if any(wanted[::2]) else None
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = grads[0] @ weights[0]
+    def backward(ctx, *given):
+        kept, *weights = ctx.saved_tensors
+        wants_input, _, _, *wants = ctx.needs_input_grad
+        wants_weight, wants_bias = wants[::2], wants[1::2]
+        grads = [grad.flatten(0, -2) for grad in given]
+        gather = ctx.mode == "again" and any(wants_weight)
+        gathered = ops.all_gather(kept, ctx.group, async_op=True) if gather else None
+        summed: Any = None
+        if wants_input:
+            parts = grads[0] @ weights[0]
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                dx.addmm_(grad, weight)
-            dx = ops.reduce_scatter(dx, group=ctx.group)
-        whole = None if coming is None else coming.wait()
+                parts.addmm_(grad, weight)
+            collective = ops.reduce_scatter if ctx.mode else ops.all_reduce
+            summed = collective(parts, group=ctx.group, async_op=True)
+        whole = kept.flatten(0, -2) if gathered is None else gathered.wait()
         out = []
-        for grad, weight, bias in zip(grads, wanted[::2], wanted[1::2], strict=True):
+        for grad, weight, bias in zip(grads, wants_weight, wants_bias, strict=True):
             out += [grad.t() @ whole if weight else None, grad.sum(0) if bias else None]
-        return dx, None, *out
+        return None if summed is None else summed.wait().view(ctx.shape), None, None, *out

@@ -7,6 +7,8 @@ one all-reduce forward, of the second's partial sums, and one backward, of the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -132,7 +134,7 @@ class ParallelAttention(Attention):
             for name in ("weight", "bias"):
                 grads.mark(proj, name, cut=group, partial=partial)
 
-    def project(self, x: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+    def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
         layers = self.q_proj, self.k_proj, self.v_proj
         outputs = enter(x, layers, self.group, self.mode)
         return [unpad(y, tokens) for y in outputs] if self.mode else outputs
@@ -153,7 +155,7 @@ class ParallelMLP(MLP):
             for name in ("weight", "bias"):
                 grads.mark(proj, name, cut=group)
 
-    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return enter(x, (self.gate_proj, self.up_proj), self.group, self.mode)
 
 
