@@ -1,5 +1,7 @@
 """Pictures come from specs and ledgers, comparisons say what differs, figures carry their machine."""
 
+import itertools
+import math
 import re
 
 import pytest
@@ -53,6 +55,22 @@ def test_a_timeline_has_a_bar_for_each_entry_and_a_row_for_each_rank():
     assert "<svg" in picture._repr_svg_()
     with pytest.raises(ValueError, match="empty ledger"):
         show.timeline([])
+
+
+def test_collectives_under_way_at_a_time_lie_below_one_another():
+    def entry(start, end, rank=0):
+        return {"rank": rank, "axis": "dp", "phase": "backward", "start": start, "end": end}
+
+    spans = [(10.0, 14.0), (11.0, 14.5), (12.0, 13.0), (13.5, 15.0), (15.0, 16.0)]  # three at a time at most
+    axes = show.timeline([entry(*span) for span in spans] + [entry(10.0, 11.0, rank=2)], marks={2: 12.0}).axes[0]
+    own, other = axes.patches[:5], axes.patches[5]
+    assert [round(bar.get_width()) for bar in own] == [4000, 1000, 3500, 1000, 1500]  # by lane
+    assert len({bar.get_y() for bar in own}) == 3
+    for a, b in itertools.combinations(own, 2):
+        assert not a.get_bbox().padded(-1e-6).overlaps(b.get_bbox())
+    assert math.isclose(3 * own[0].get_height(), other.get_height())  # a rank's row is as tall as another's
+    (mark,) = axes.lines
+    assert list(mark.get_xdata()) == [2000, 2000] and min(mark.get_ydata()) < 1 < max(mark.get_ydata())
 
 
 @pytest.mark.parametrize("p", [2, 3, 8])
