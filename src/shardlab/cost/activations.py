@@ -14,7 +14,7 @@ from typing import Any
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of, padded
 from ..specs.check import recompute_mode, whole
-from ..specs.layout import layout_of
+from ..specs.layout import layout_of, served
 from .bill import Bill, Row
 from .saved import Device, Saved, Term
 
@@ -160,9 +160,9 @@ def forward_peak(spec: ModelSpec, layout: Layout | None = None, *, tokens: int, 
     as `Transformer.forward` does; serving engines, and `generate`, take those of each sequence's last. It is the
     largest of four moments: in a feed-forward block, in attention, in a norm, at the logits. What a kernel takes inside
     itself is not in it. `device`, and what has no run behind it, as in `activations`. Raises ValueError on sizes below
-    1, an unknown dtype or device and a layout that `spec` doesn't allow.
+    1, an unknown dtype or device, a layout that `spec` doesn't allow and one with ZeRO or sequence parallelism.
     """
-    layout, width = layout_of(layout), dtype_of(dtype).bytes
+    layout, width = served(layout), dtype_of(dtype).bytes
     layout.check(spec)
     seq = -(-whole("tokens", tokens) // whole("sequences", sequences))
     # positions, and cos and sin of each

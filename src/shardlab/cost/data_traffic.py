@@ -24,7 +24,8 @@ class DataAxis:
     passes: int
 
     def start(self) -> Iterator[Collective]:
-        """Every replica takes the first one's weights."""
+        """Every replica says in four numbers which model it has, and takes the first one's weights."""
+        yield from alike("dp", "all_gather", "start", "which model", [4], 8, self._dp)
         yield from self._calls("broadcast", "start", "weights", [each.numel for each in self.rows.parameters])
 
     def loop(self) -> Iterator[Collective]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..specs import Layout, ModelSpec
 from ..specs.check import whole
-from ..specs.layout import layout_of
+from ..specs.layout import served
 from .activations import forward_peak
 from .kv import kv_cache
 from .memory import MemoryBill, Part, memory
@@ -26,7 +26,7 @@ def serving(spec: ModelSpec, layout: Layout | None = None, *, context: int, conc
     """
     if isinstance(host_kv, bool) or not isinstance(host_kv, int | float) or not 0 <= host_kv <= 1:
         raise ValueError(f"host_kv = {host_kv!r} is a share of the cache: 0 to 1")
-    layout_of(layout).check(spec)
+    served(layout).check(spec)
     if spec.learned_positions and context > spec.max_positions:
         raise ValueError(f"{spec.name} has learned {spec.max_positions:,} positions, too few for {context:,} tokens")
     bill = memory(spec, layout, dtype)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ..specs import CardSpec, Layout, ModelSpec, dtype_of
 from ..specs.check import number, whole
-from ..specs.layout import layout_of
+from ..specs.layout import served
 from .kv import kv_cache
 from .memory import memory
 
@@ -77,7 +77,7 @@ def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1,
     All weights but the embedding, of which a token needs a row; of the routed experts, those that some token is sent
     to (`experts_met`). And every request's cache.
     """
-    bill = memory(spec, layout, dtype)
+    bill = memory(spec, served(layout), dtype)
     experts = bill.stored["experts"]
     weights = bill.weights - experts - (0 if spec.tied else bill.stored["embedding"])
     experts = int(experts * experts_met(spec, batch))
@@ -101,15 +101,15 @@ def decode_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, 
     """
     read = bytes_read(spec, layout, batch=batch, context=context, dtype=dtype, kv_dtype=kv_dtype) / card.hbm
     rate = card.flops.get("bf16") or max(card.flops.values())
-    return max(read, 2 * spec.active * batch / (rate * layout_of(layout).world_size))
+    return max(read, 2 * spec.active * batch / (rate * served(layout).tp))
 
 
 def prefill_floor(spec: ModelSpec, card: CardSpec, layout: Layout | None = None, *, tokens: int,
                   arithmetic: str = "bf16", share: float = 1.0) -> float:
-    """Seconds that a prompt of `tokens` tokens takes at least: its arithmetic on all ranks, at `share` of their peak in
-    `arithmetic`. Raises ValueError where the card has no such arithmetic."""
-    layout = layout_of(layout)
+    """Seconds that a prompt of `tokens` tokens takes at least: its arithmetic on the ranks of a replica, at `share` of
+    their peak in `arithmetic`. Raises ValueError where the card has no such arithmetic."""
+    layout = served(layout)
     layout.check(spec)
     if number("share", share) > 1:
         raise ValueError(f"share = {share} is a part of the peak: 1 at most")
-    return forward_flops(spec, tokens) / (layout.world_size * card.flop_rate(arithmetic) * share)
+    return forward_flops(spec, tokens) / (layout.tp * card.flop_rate(arithmetic) * share)

@@ -51,9 +51,10 @@ def _under_way(bill: MemoryBill) -> Part:
     """What ZeRO-2 and 3 have whole for a moment, beside a rank's share."""
     layout, spec = bill.layout, bill.spec
     weights, gradients = under_way(DataRows(parameters(spec, layout.tp), layout, spec.tied, bill.width, BUCKET))
-    units = f"{count(weights)} numbers of weights and " if weights else ""
-    return Part("under way", (weights + gradients) * bill.width,
-                f"({units}{count(gradients)} of gradients) × {bill.width} B ({bill.format.name})")
+    numbers = f"{count(gradients)} numbers of gradients"
+    if weights:
+        numbers = f"({count(weights)} numbers of weights + {count(gradients)} of gradients)"
+    return Part("under way", (weights + gradients) * bill.width, f"{numbers} × {bill.width} B ({bill.format.name})")
 
 
 def reserved(reserve: str) -> Part:

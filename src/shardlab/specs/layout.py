@@ -82,6 +82,16 @@ def layout_of(layout: Layout | None) -> Layout:
     return layout or Layout()
 
 
+def served(layout: Layout | None) -> Layout:
+    """`layout_of`, where no training is meant. Raises ValueError where the layout cuts what inference doesn't hold, or
+    cuts the stream between layers, whose inference is not known here."""
+    layout = layout_of(layout)
+    if layout.zero or layout.sp:
+        raise ValueError(f"{layout.degrees}: what ZeRO and sequence parallelism save is held in training, and they are "
+                         "not reckoned with here: leave zero and sp out")
+    return layout
+
+
 def _fits(spec: ModelSpec, tp: int) -> bool:
     if spec.latent:  # what the cache holds is whole on every rank
         return spec.heads % tp == 0
