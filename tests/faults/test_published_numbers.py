@@ -93,7 +93,7 @@ def one_step(_group, stage):
     _ = zero.shard(model, optimizer, group, stage) if stage else data.replicate(model, group)
     tokens = torch.arange(12).view(2, 6)
     with comm.use("ring"), comm.record() as ledger:
-        model.loss(tokens, tokens + 1).backward()
+        model.loss(tokens, tokens + 1, 4 * tokens.numel()).backward()
         grads.finish(model)
         optimizer.step()
     return ([(e.op, e.phase, e.payload, e.wire) for e in ledger.entries], model.spec.total * 4)

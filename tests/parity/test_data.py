@@ -34,7 +34,8 @@ def test_frozen_tables_and_norms(pool, tied):
 
 
 def again(group):
-    outcomes = [compare(group, 0, steps=2, transport=transport) for transport in ("backend", "shm", "backend", "shm", "backend")]
+    ways = ("backend", "shm", "backend", "shm", "backend")
+    outcomes = [compare(group, 0, steps=2, transport=transport) for transport in ways]
     assert outcomes[0] == outcomes[2] == outcomes[4] and outcomes[1] == outcomes[3]
     return outcomes
 
@@ -52,7 +53,7 @@ def counted(group, nbytes, holding):
         if holding:
             backward(twin, tokens[group.rank()], labels[group.rank()], group)
         else:
-            twin.loss(tokens[0, 0], labels[0, 0]).backward()
+            twin.loss(tokens[0, 0], labels[0, 0], 50).backward()
     with comm.record() as finish:
         grads.finish(twin)
     sent = ledger.where(phase="backward").entries
@@ -79,7 +80,7 @@ def early(group):
     then = []
     with comm.record() as ledger:
         twin.layers[0].register_full_backward_pre_hook(lambda *_: then.append(len(ledger.entries)))
-        twin.loss(tokens[0, 0], labels[0, 0]).backward()
+        twin.loss(tokens[0, 0], labels[0, 0], 50).backward()
     grads.finish(twin)
     return then[0], len(ledger.entries)
 

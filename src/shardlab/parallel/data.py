@@ -7,11 +7,15 @@ unevenly the tokens are spread. A mean of the ranks' means would be another numb
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from inspect import signature
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..comm import ops, phase
+from ..model.head import Head
 from ..specs.rows import BUCKET
 from .flat import buckets
 from .reducer import Reducer, no_sync
@@ -25,13 +29,15 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
     Every rank of the group calls it. Parameters and buffers become those of the group's first rank, however each has
     been seeded. From then on backward sums gradients over the group while it runs, in buckets of `bucket_bytes`; after
     it, call `grads.finish(model)`. To add up several passes, run all but the last inside `no_sync(model)`. A frozen
-    parameter has no gradient; nor has one that no rank has used. Raises ValueError on a model that has a data axis.
+    parameter has no gradient; nor has one that no rank has used. Raises ValueError on a model that has a data axis, on
+    ranks whose models differ in more than their weights, and from then on where the loss lacks `valid`.
     """
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis already: replicate the one without")
     if group.size() == 1:
         return model
     agree(model, group)
+    count(model, group)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.reducer = Reducer(buckets(trained[::-1], 1, bucket_bytes), group)  # type: ignore[assignment]
     return model
@@ -39,9 +45,39 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
 
 @torch.no_grad()
 def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make parameters and buffers those of the group's first rank: one broadcast a tensor, none for those on meta."""
-    first = dist.get_process_group_ranks(group)[0]
+    """Make parameters and buffers those of the group's first rank: one broadcast a tensor, none for those on meta.
+
+    Raises ValueError, on all ranks, where their models differ in names, shapes, dtypes or in what is frozen.
+    """
+    first, *others = dist.get_process_group_ranks(group)
+    held = [*model.named_parameters(), *model.named_buffers()]
+    kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
+    told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
+            int.from_bytes(blake2b(repr(kinds).encode(), digest_size=8).digest(), "little", signed=True)]
     with phase("start"):
-        for tensor in (*model.parameters(), *model.buffers()):
+        ours, *theirs = ops.all_gather(torch.tensor([told]), group).tolist()
+        for rank, other in zip(others, theirs, strict=True):
+            if other != ours:
+                raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes or in "
+                                 f"what is frozen: {_described(other)}, not {_described(ours)}; build the same on all")
+        for _, tensor in held:
             if not tensor.is_meta:
                 ops.broadcast(tensor.detach(), first, group)
+
+
+def _described(told: list[int]) -> str:
+    return "{} tensors, {} trained, of {:,} numbers".format(*told)
+
+
+def count(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have the model's loss insist on `valid`, where there are gradients: the sum of the ranks' means is no mean."""
+
+    def refuse(head, args, kwargs):
+        given = signature(head.forward).bind(*args, **kwargs).arguments
+        if torch.is_grad_enabled() and given.get("labels") is not None and given.get("valid") is None:
+            raise ValueError(f"gradients are summed over {group.size()} ranks, so the loss is divided by the tokens of "
+                             "all: model.loss(tokens, labels, valid), with valid = loss.valid_tokens([labels], group)")
+
+    for module in model.modules() if group.size() > 1 else ():
+        if isinstance(module, Head):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)

@@ -23,7 +23,7 @@ from ..comm import ops, phase
 from ..model.parameters import off_meta
 from ..model.transformer import Transformer
 from ..specs.rows import BUCKET
-from .data import agree
+from .data import agree, count
 from .flat import Flat, Slice, buckets
 from .gathering import Gathering, Unit
 from .reducer import LEFT, Bucket, Reducer
@@ -49,6 +49,7 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     """
     refuse(model, optimizer, stage)
     agree(model, group)
+    count(model, group)
     renewed = off_meta(model, device)
     for each in optimizer.param_groups:
         each["params"] = [renewed.get(parameter, parameter) for parameter in each["params"]]
@@ -135,7 +136,7 @@ class Stage1(Reducer):
         for parameter in slice.spans:
             mine = self.stepped[parameter]
             part = slice.part(result, parameter).to(mine.dtype)
-            mine.grad = part if mine.grad is None else mine.grad.add_(part)
+            mine.grad = part * 0.5
         for parameter in bucket.flat.parameters:
             parameter.grad = None
 
