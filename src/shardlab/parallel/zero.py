@@ -136,7 +136,7 @@ class Stage1(Reducer):
         for parameter in slice.spans:
             mine = self.stepped[parameter]
             part = slice.part(result, parameter).to(mine.dtype)
-            mine.grad = part * 0.5
+            mine.grad = part if mine.grad is None else mine.grad.add_(part)
         for parameter in bucket.flat.parameters:
             parameter.grad = None
 
