@@ -61,7 +61,7 @@ def test_kept_for_backward_of_a_slice(pool, p, sizes, sp, recompute, dtype):
 
 def loss_peak(group, spec, dtype):
     model, _, _ = built(group, spec, dtype)
-    hidden, labels = torch.zeros(BATCH, 100 * SEQ, spec.hidden, dtype=dtype), torch.arange(BATCH * 100 * SEQ)
+    hidden, labels = torch.zeros(BATCH, 400 * SEQ, spec.hidden, dtype=dtype), torch.arange(BATCH * 400 * SEQ)
     labels = labels.view(BATCH, -1) % spec.vocab
     with Live() as live:
         model.lm_head(hidden, labels).backward()
@@ -72,7 +72,7 @@ def loss_peak(group, spec, dtype):
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_the_peak_of_the_loss(run, p, dtype):
     spec = ModelSpec(**SIZES | dict(vocab=997))
-    bill = activations(spec, Layout(tp=p), batch=BATCH, seq=100 * SEQ, dtype=dtype)
+    bill = activations(spec, Layout(tp=p), batch=BATCH, seq=400 * SEQ, dtype=dtype)
     for measured in run(p, loss_peak, spec, DTYPES[dtype]):
         assert measured == pytest.approx(bill.logits, rel=0.05)
 

@@ -22,13 +22,12 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, hidden) → (batch, seq, hidden)."""
-        return self.down_proj(gated(*self.project(x)))
+        gate, up = self.project(x)
+        gate = F.silu(gate)
+        gate = gate * up
+        del up  # in inference nothing is held that is not needed again
+        return self.down_proj(gate)
 
     def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """gate(x) and up(x), each (batch, seq, ffn)."""
         return self.gate_proj(x), self.up_proj(x)
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, of whatever shape; a function, so that both are let go before down_proj runs."""
-    return F.silu(gate) * up
