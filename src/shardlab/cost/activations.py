@@ -187,7 +187,7 @@ def _in_feed_forward(spec: ModelSpec, tp: int) -> int:
         mixture = copies * padded(spec.experts.ffn, tp) // tp
         ffn = max(ffn, mixture) if spec.experts.first_dense else mixture
     inside = ffn * (3 if spec.gated else 2)
-    out = ffn + spec.hidden * (copies if tp == 1 else 2 * copies)  # summed over ranks in a copy
+    out = ffn + spec.hidden * copies
     return 3 * spec.hidden + (copies - 1) * spec.hidden + max(inside, out)
 
 
