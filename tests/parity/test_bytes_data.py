@@ -14,6 +14,7 @@ from shardlab.cost import memory, traffic
 from shardlab.model.transformer import Transformer
 from shardlab.parallel import data, grads, mesh, tensor, zero
 from shardlab.specs import Layout, ModelSpec, dtype_of
+from shardlab.train import loop
 
 SIZES = dict(hidden=24, layers=3, heads=12, kv_heads=4, head_dim=4, ffn=90, vocab=101)
 ODD = dict(hidden=18, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=35, vocab=53, tied=True, qk_norm=True,
@@ -133,3 +134,26 @@ def test_what_a_ring_sends(pool, zero):
     """Counted at every send; where sizes don't divide ranks send differently, and the bill is their mean."""
     bills, sent = check(pool, ModelSpec(**ODD), Layout(dp=3, zero=zero), use=dict(algorithm="ring"))
     assert sum(sent) == pytest.approx(sum(bill.wire() for bill in bills), rel=1e-12)
+
+
+def looped(_group, spec, layout):
+    """One step of the library's loop, two micro-batches, recorded; then a forward pass without gradients."""
+    groups = mesh.build(dp=layout.dp, tp=layout.tp)
+    model = tensor.cut(Transformer(spec), groups.get_group("tp"), layout.sp)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero.shard(model, optimizer, groups.get_group("dp"), layout.zero)
+    tokens = torch.arange(14).view(2, 7)
+    with comm.record() as train:
+        loop.step(model, optimizer, [(tokens, tokens + 1)] * 2, groups.get_group("dp"))
+    with comm.record() as infer, torch.no_grad():
+        model(tokens)
+    return [Counter((e.axis, e.op, e.phase, len(e.ranks), e.payload) for e in each.entries) for each in (train, infer)]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=3, zero=3), Layout(2, dp=2, zero=3, sp="again")],
+                         ids=lambda layout: layout.degrees)
+def test_the_loop_and_a_pass_without_gradients(pool, layout):
+    spec = ModelSpec(**SIZES)
+    for rank, (train, infer) in enumerate(pool(layout.world_size).run(looped, spec, layout)):
+        assert train == predicted(traffic(spec, layout, 2, 7, accumulate=2, rank=rank, loop=True))
+        assert infer == predicted(traffic(spec, layout, 2, 7, backward=False, head="logits"))
