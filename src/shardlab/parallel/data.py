@@ -30,7 +30,7 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
     been seeded. From then on backward sums gradients over the group while it runs, in buckets of `bucket_bytes`; after
     it, call `grads.finish(model)`. To add up several passes, run all but the last inside `no_sync(model)`. A frozen
     parameter has no gradient; nor has one that no rank has used. Raises ValueError on a model that has a data axis, on
-    ranks whose models differ in more than their weights, and from then on where the loss lacks `valid`.
+    ranks whose models differ in more than their weights, and from then on in the backward of a loss without `valid`.
     """
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis already: replicate the one without")
@@ -70,14 +70,17 @@ def _described(told: list[int]) -> str:
 
 
 def count(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have the model's loss insist on `valid`, where there are gradients: the sum of the ranks' means is no mean."""
+    """Have the backward of the model's loss insist on `valid`: the sum of the ranks' means is no mean."""
 
-    def refuse(head, args, kwargs):
+    def refuse(_):
+        raise ValueError(f"gradients are summed over {group.size()} ranks, so divide the loss by the tokens of all: "
+                         "model.loss(tokens, labels, valid), with valid = loss.valid_tokens([labels], group)")
+
+    def look(head, args, kwargs, result):
         given = signature(head.forward).bind(*args, **kwargs).arguments
-        if torch.is_grad_enabled() and given.get("labels") is not None and given.get("valid") is None:
-            raise ValueError(f"gradients are summed over {group.size()} ranks, so the loss is divided by the tokens of "
-                             "all: model.loss(tokens, labels, valid), with valid = loss.valid_tokens([labels], group)")
+        if result.requires_grad and given.get("labels") is not None and given.get("valid") is None:
+            result.register_hook(refuse)
 
     for module in model.modules() if group.size() > 1 else ():
         if isinstance(module, Head):
-            module.register_forward_pre_hook(refuse, with_kwargs=True)
+            module.register_forward_hook(look, with_kwargs=True)
