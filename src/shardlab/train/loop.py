@@ -31,7 +31,7 @@ class Step(NamedTuple):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int, int, int], Sequence[MicroBatch]],
           steps: Iterable[int], data: dist.ProcessGroup | None = None, max_norm: float = 1.0,
           progress: bool = True) -> list[Step]:
-    """Run the `steps`, numbers such as range(100); returns what each came to.
+    """Run the `steps`, numbers such as range(100), in training mode; returns what each came to.
 
     Every rank calls it. `data` is the group that the model is replicated or sharded over, None if it is not.
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
@@ -40,6 +40,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
     """
     _check(model, optimizer, data)
     coordinate, size = (0, 1) if data is None else (data.rank(), data.size())
+    model.train()
     shows = progress and not (dist.is_initialized() and dist.get_rank())
     done = []
     with tqdm(steps, unit="step", disable=not shows) as bar:
