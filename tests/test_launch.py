@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,21 @@ def test_a_function_that_says_torch_and_ops_travels(pool):
 @dataclass(frozen=True, slots=True)
 class Slotted:
     rank: int
+
+
+def test_named_tuples_of_the_readers_own_go_and_come(pool):
+    class Pair(typing.NamedTuple):
+        rank: int
+        twice: int = 0
+
+        def total(self):
+            return self.rank + self.twice
+
+    def run(group, given):
+        return Pair(given.total() + group.rank(), twice=2 * group.rank())
+
+    assert pool(2).run(run, Pair(1, 4)) == [(5, 0), (6, 2)]
+    assert pool(2).run(run, Pair(1, 4))[1].total() == 8
 
 
 def test_results_with_slots_come_back_as_what_they_are(pool):

@@ -35,8 +35,9 @@ class _Pickler(cloudpickle.Pickler):
             return importlib.import_module, (obj.__name__,)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and "__slots__" in vars(obj) and reduced is not NotImplemented \
-                and reduced[0] is cloudpickle.cloudpickle._make_skeleton_class:
-            # cloudpickle leaves the slots out, and what the class there makes would not fit the class here
+                and reduced[0] is cloudpickle.cloudpickle._make_skeleton_class and obj.__bases__ != (tuple,):
+            # cloudpickle leaves the slots out, and what the class there makes would not fit the class here; a named
+            # tuple gets them where it is made again
             reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
         return reduced
 
