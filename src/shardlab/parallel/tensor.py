@@ -93,7 +93,7 @@ class RowParallelLinear(nn.Linear):
     With sequence parallelism a rank gets its rows of the sum: (rows, out).
     """
 
-    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, mode: Mode):
+    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, mode: Mode = False):
         n, p = whole.in_features, group.size()
         size = padded(n, p) // p
         biased = whole.bias is not None
@@ -143,7 +143,7 @@ class ParallelAttention(Attention):
 class ParallelMLP(MLP):
     """The feed-forward block over this rank's hidden units: gate and up column-parallel, down row-parallel."""
 
-    def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup, mode: Mode):
+    def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup, mode: Mode = False):
         with torch.device("meta"):
             super().__init__(spec)
         self.group, self.mode, p = group, mode, group.size()
@@ -162,7 +162,7 @@ class ParallelMLP(MLP):
 class VocabParallelEmbedding(nn.Embedding):
     """Some rows of the table (vocab, hidden): tokens of other ranks' rows come out as zeros, then all are summed."""
 
-    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, mode: Mode):
+    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, mode: Mode = False):
         n, p = whole.num_embeddings, group.size()
         size = padded(n, p) // p
         super().__init__(size, whole.embedding_dim, _weight=torch.empty(size, whole.embedding_dim, device="meta"))
@@ -187,7 +187,7 @@ class VocabParallelEmbedding(nn.Embedding):
 class VocabParallelHead(Head):
     """Some rows of the output head (vocab, hidden): each rank has the logits of some of the tokens."""
 
-    def __init__(self, whole: Head, group: dist.ProcessGroup, mode: Mode):
+    def __init__(self, whole: Head, group: dist.ProcessGroup, mode: Mode = False):
         n, p = whole.out_features, group.size()
         size = padded(n, p) // p
         with torch.device("meta"):
