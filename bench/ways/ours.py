@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from shardlab.parallel import data, grads, tensor
+from shardlab.parallel import data, grads, tensor, zero
 
 from .model import BATCH, SEQ, Step, adamw, batch, model
 
@@ -17,8 +17,6 @@ def replicated(group) -> Step:
 
 
 def sharded(group, stage: int) -> Step:
-    from shardlab.parallel import zero
-
     plain = model()
     optimizer = adamw(plain.parameters())
     return _step(zero.shard(plain, optimizer, group, stage), optimizer, *batch(group.rank(), group.size()))
