@@ -1,5 +1,7 @@
 """ZeRO against the plain model: every rank's gradients, put together, norm, losses and weights, step by step."""
 
+from itertools import product
+
 import pytest
 import torch
 from replicas import (
@@ -66,7 +68,8 @@ def test_units_without_trained_parameters(pool, stage, frozen):
 
 
 def again(group, stage):
-    outcomes = [compare(group, stage, steps=2, transport=transport) for transport in ("backend", "shm", "backend", "shm", "backend")]
+    ways = ("backend", "shm", "backend", "shm", "backend")
+    outcomes = [compare(group, stage, steps=2, transport=transport) for transport in ways]
     assert outcomes[0] == outcomes[2] == outcomes[4] and outcomes[1] == outcomes[3]
     return outcomes
 
@@ -77,21 +80,24 @@ def test_five_times_over(pool, stage):
         check(outcomes)
 
 
-def on_a_mesh(_group, stage, mode, transport):
-    """Data × tensor: replicas of a model that is cut, each over two neighbours."""
-    axes = mesh.build(dp=2, tp=2)
+def on_a_mesh(_group, mode):
+    """Data × tensor: replicas of a model that is cut, each over two neighbours; by stage and transport."""
+    axes = mesh.build(dp=2, tp=2)  # once: its groups' threads stay
     dp, tp = axes.get_group("dp"), axes.get_group("tp")
-    plain, twin = build(0, qk_norm=True), tensor.cut(build(dp.rank(), qk_norm=True), tp, mode)
-    theirs, ours = (OPTIMIZERS["adamw"](model) for model in (plain, twin))
-    cut(twin, ours, dp, stage)
-    with comm.use(transport=transport):
-        seen = [train(plain, theirs, twin, ours, dp, step)[0] for step in range(3)]
-    return {name: max(each[name] for each in seen) for name in seen[0]} | {"parameters": parameters(plain, twin)}
+    out = {}
+    for stage, transport in product(STAGES, ("backend", "shm")):
+        plain, twin = build(0, qk_norm=True), tensor.cut(build(dp.rank(), qk_norm=True), tp, mode)
+        theirs, ours = (OPTIMIZERS["adamw"](model) for model in (plain, twin))
+        cut(twin, ours, dp, stage)
+        with comm.use(transport=transport):
+            seen = [train(plain, theirs, twin, ours, dp, step)[0] for step in range(3)]
+        out[stage, transport] = {name: max(each[name] for each in seen) for name in seen[0]} | {
+            "parameters": parameters(plain, twin)}
+    return out
 
 
 @pytest.mark.parametrize("mode", [False, "keep"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_data_times_tensor(pool, stage, mode):
-    for transport in ("backend", "shm"):
-        for seen in pool(4).run(on_a_mesh, stage, mode, transport):
-            assert max(seen["loss"], seen["norm"], seen["gradients"]) < 1e-10 and seen["parameters"] < 1e-9, seen
+def test_data_times_tensor(pool, mode):
+    for out in pool(4).run(on_a_mesh, mode):
+        for way, seen in out.items():
+            assert max(seen["loss"], seen["norm"], seen["gradients"]) < 1e-10 and seen["parameters"] < 1e-9, (way, seen)

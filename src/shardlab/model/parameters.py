@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +58,19 @@ def replaced(model: nn.Module, names: list[str], old: nn.Parameter, memory: torc
     return new
 
 
-def off_meta(model: nn.Module, device: torch.device | str) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace the parameters on meta by some on `device` that take the memory of one number, to be given a place later;
-    returns them by the old ones."""
-    return {old: replaced(model, names, old, torch.zeros((), dtype=old.dtype, device=device).expand(old.shape))
-            for names, old in distinct(model) if old.is_meta}
+def off_meta(model: nn.Module, device: torch.device | str, later: Callable[[nn.Parameter], bool]
+             ) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace the parameters on meta by some on `device`, unfilled; returns them by the old ones.
+
+    Those of which `later(parameter)` is true take the memory of one number, until they are given a place.
+    """
+    new = {}
+    for names, old in distinct(model):
+        if old.is_meta:
+            shape = () if later(old) else old.shape
+            memory = torch.zeros(shape, dtype=old.dtype, device=device).expand(old.shape)
+            new[old] = replaced(model, names, old, memory)
+    return new
 
 
 @torch.no_grad()

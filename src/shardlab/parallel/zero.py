@@ -50,7 +50,7 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     refuse(model, optimizer, stage)
     agree(model, group)
     count(model, group)
-    renewed = off_meta(model, device)
+    renewed = off_meta(model, device, later=lambda parameter: stage == 3 or parameter.requires_grad)
     for each in optimizer.param_groups:
         each["params"] = [renewed.get(parameter, parameter) for parameter in each["params"]]
     if stage == 3:
@@ -85,11 +85,9 @@ class Whole:
                 each.wait()
 
     def open(self) -> None:
-        """All weights are there as it is."""
-        self.opened = True
+        self.opened = True  # and that is all: the weights are there
 
     def close(self) -> None:
-        """The slices are those of the weights."""
         self.opened = False
 
 

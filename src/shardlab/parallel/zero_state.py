@@ -163,7 +163,8 @@ def _renew(reducer: Stage1) -> None:
     """Let master copies follow weights that have changed; the others keep what 16 bits can't hold."""
     for parameter, part in reducer.copied():
         master = reducer.stepped[parameter]
-        master.copy_(torch.where(part == master.to(part.dtype), master, part.float()))
+        if not torch.equal(part, master.to(part.dtype)):
+            master.copy_(part)
 
 
 def _cut(name: str, value: Any, span: tuple[int, int]) -> Any:
