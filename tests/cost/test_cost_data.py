@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.cost import activations, bytes_read, decode_floor, forward_peak, memory, serving, traffic, training
-from shardlab.cost.data_rows import DataRows
+from shardlab.cost.data_rows import DataRows, Rowed
 from shardlab.cost.parameters import parameters
+from shardlab.cost.sharing import fullest
 from shardlab.cost.under_way import under_way
 from shardlab.specs import Layout, ModelSpec, find_card, find_model
+from shardlab.specs.rows import FlatRow
 
 SIZES = dict(hidden=8, layers=2, heads=2, kv_heads=2, head_dim=4, ffn=10, vocab=7)
 SPEC = ModelSpec(**SIZES)
@@ -58,6 +60,14 @@ def test_zero_1_and_2_by_hand(stage):
     assert sum(bill.steps for bill in bills) == 4 * (21 + 2)  # two parameters are cut through
     worst = memory(SPEC, Layout(dp=3, zero=stage), training=True)
     assert worst.held == max(bill.held for bill in bills) and bills[worst.coordinate].held == worst.held
+
+
+def test_the_fullest_rank_is_the_one_with_most_pieces_where_numbers_are_equal():
+    """Parameters that end where a slice ends are no piece of the next one: 2 + 2 pieces on the first rank, 1 + 2."""
+    rows = [Rowed(FlatRow(sizes, 2), []) for sizes in ((1, 2, 3), (1, 2, 1, 2))]
+    assert fullest(rows, 2, 8, 4) == 0
+    assert fullest([Rowed(FlatRow((3, 1, 2), 2), [])], 2, 8, 4) == 1
+    assert fullest([Rowed(FlatRow((3, 1, 1), 2), [])], 2, 8, 4) == 0  # its number more weighs 8, the piece more 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -176,6 +186,7 @@ def test_what_is_whole_for_a_moment_by_hand():
     assert moment(3) == (2 * LAYER, 2 * LAYER)
     assert moment(3, tied=True) == (2 * LAYER, 2 * LAYER + TABLE + NORM)
     assert moment(3, layers=2) == (2 * LAYER, LAYER + TABLE + NORM)
+    assert moment(3, layers=1, vocab=199) == (LAYER, LAYER + 2 * 199 * 8 + NORM)  # when the embedding's gradient comes
     assert moment(3, vocab=199) == (199 * 8 + NORM + LAYER, 199 * 8 + NORM)
     step = training(SEVENTY, Layout(dp=8, zero=3), batch=1, seq=64)
     layer = sum(tensor.size for tensor in SEVENTY.layer_tensors())

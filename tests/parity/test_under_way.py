@@ -54,7 +54,8 @@ def largest_moment(group, spec, stage):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [dict(ffn=20, vocab=23), dict(ffn=10, vocab=99), dict(ffn=90, vocab=13)])
+@pytest.mark.parametrize("sizes", [dict(ffn=20, vocab=23), dict(ffn=10, vocab=99), dict(ffn=90, vocab=13),
+                                   dict(layers=1, ffn=9, vocab=99)])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_largest_moment(pool, stage, sizes, tied):
     spec = ModelSpec(**dict(hidden=12, layers=3, heads=6, kv_heads=2, head_dim=4, tied=tied) | sizes)
