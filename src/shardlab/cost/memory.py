@@ -12,14 +12,15 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ..specs import Dtype, Format, Layout, ModelSpec, dtype_of, format_of
+from ..specs import Dtype, Format, Layout, ModelSpec, format_of
 from ..specs.check import flag, whole
 from ..specs.layout import layout_of
 from ..specs.model import GROUPS
 from ..specs.rows import BUCKET
 from .bill import Bill, Row
 from .data_rows import DataRows
-from .memory_rows import active_of, notes_of, rows_of
+from .formats import Formats, formats_of
+from .memory_rows import active_of, notes_of, rows_of, title_of
 from .parameters import parameters
 from .sharing import Share, coordinate_of, fullest, share
 
@@ -35,14 +36,6 @@ class Part(NamedTuple):
     nbytes: int
     derivation: str
     on: Literal["card", "host"] = "card"
-
-
-class Formats(NamedTuple):
-    """Of training: in what the optimizer steps, in what gradients are kept, and those of a rank's own part of them."""
-
-    stepped: Dtype
-    gradients: Dtype
-    part: Dtype
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -123,7 +116,7 @@ class MemoryBill(Bill):
     def groups(self) -> dict[str, int]:
         """Bytes of weights, gradients and states that one rank holds, for each group of tensors. Raises ValueError
         where rows mix them, under ZeRO, and where weights are frozen."""
-        if self.layout.zero or (self.optimizer and self.share.pieces < sum(self.tensors.values())):
+        if self.mixed:
             raise ValueError("gradients and states are not told by groups of tensors under ZeRO or with frozen "
                              "weights: ask for those of a layout with zero = 0, and nothing frozen")
         numbers, counter = self.kept
@@ -131,6 +124,12 @@ class MemoryBill(Bill):
         each += self.master.bytes if self.master else 0
         return {group: self.stored[group] + n * each + self.tensors[group] * counter
                 for group, n in self.elements.items()}
+
+    @property
+    def mixed(self) -> bool:
+        """Whether groups of tensors can't be told apart in it."""
+        frozen = self.optimizer is not None and self.share.pieces < sum(self.tensors.values())
+        return self.layout.zero > 0 or frozen
 
     @property
     def active(self) -> int:
@@ -162,10 +161,7 @@ class MemoryBill(Bill):
 
     @property
     def title(self) -> str:
-        n = self.layout.world_size
-        ranks = f"on each of {n} ranks ({self.layout.degrees})" if n > 1 else "on one rank"
-        return f"{self.spec.name}, {ranks}, " + (
-            self.task or (f"trained with {self.optimizer}" if self.optimizer else "weights only"))
+        return title_of(self)
 
     @property
     def rows(self) -> list[Row]:
@@ -183,9 +179,8 @@ class MemoryBill(Bill):
         inputs = {"model": self.spec.name, **asdict(self.layout), "dtype": self.format.name,
                   "optimizer": self.optimizer}
         parameters = {"resident": self.spec.total, "active": self.spec.active}
-        mixed = self.layout.zero or (self.optimizer and self.share.pieces < sum(self.tensors.values()))
         return {**inputs, **kinds, "worst_rank": self.coordinate * self.layout.tp, "parameters": parameters,
-                "groups": {} if mixed else self.groups,
+                "groups": {} if self.mixed else self.groups,
                 "parts": [part._asdict() for part in self.parts], **super().to_dict()}
 
 
@@ -214,7 +209,7 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
         raise ValueError(f"master = {master!r} and gradients = {gradients!r} are held in training: training=True")
     if (training or layout.zero) and not form.matrix == form.expert == form.rest:
         raise ValueError(f"weights stored as {form.name} are served, not trained here: train with fp32, bf16 or fp16")
-    formats = _formats(form, master, gradients, layout.zero > 0) if training else None
+    formats = formats_of(form, master, gradients, layout.zero > 0) if training else None
     elements, tensors, stored = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     copied, p = 0, layout.tp
     for times, tensor in spec.counted():
@@ -229,15 +224,6 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     if not layout.zero and not frozen:
         return bill if rank is None else replace(bill, coordinate=coordinate_of(rank, layout))
     return _shared_out(bill, frozen, rank, whole("bucket", bucket))
-
-
-def _formats(form: Format, master: str | None, gradients: str | None, shared: bool) -> Formats:
-    """The formats of training; half precision that is `shared` out has its master weights in fp32 always."""
-    stored = dtype_of(form.rest.name)
-    own = "fp32" if shared and stored.bytes < 4 else stored.name
-    stepped = dtype_of(own if master is None else master)
-    whole, part = (dtype_of(kept if gradients is None else gradients) for kept in (stored.name, stepped.name))
-    return Formats(stepped, whole, part)
 
 
 def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, bucket: int) -> MemoryBill:

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from .memory import MemoryBill
 
 
+def title_of(bill: MemoryBill) -> str:
+    """Of which model, on how many ranks, and what for."""
+    n = bill.layout.world_size
+    ranks = f"on each of {n} ranks ({bill.layout.degrees})" if n > 1 else "on one rank"
+    task = bill.task or (f"trained with {bill.optimizer}" if bill.optimizer else "weights only")
+    return f"{bill.spec.name}, {ranks}, {task}"
+
+
 def rows_of(bill: MemoryBill) -> list[Row]:
     """Weights by group and in all, gradients, states, parts, and the sum."""
     held = sum(bill.elements.values())
@@ -22,7 +30,8 @@ def rows_of(bill: MemoryBill) -> list[Row]:
     width = f"{bill.format.rest.bits // 8} B" if plain else f"{bill.weights / held:.4f} B"
     numbers = bill.share.weights if bill.layout.zero else held
     params = f"{_part(bill.spec.total, numbers, bill.layout.tp)} params × {width} ({bill.format.name})"
-    rows.append(Row("weights", params, bill.weights, note=_note(bill.weights, bill.active, bill.spec)))
+    active = bill.weights if bill.layout.zero == 3 else bill.active  # of slices nobody uses only some
+    rows.append(Row("weights", params, bill.weights, note=_note(bill.weights, active, bill.spec)))
     for i, (n, dtype) in enumerate(bill.kept_gradients):
         rows.append(_numbers("gradients" + ", own part" * (i > 0), n, 1, dtype))
     if bill.master:
