@@ -196,7 +196,9 @@ def wrong(group, stage):
         model.loss(tokens, labels, 50).backward()
     grads.finish(model)
     out["finish"] = said(RuntimeError, grads.finish, model)
+    late = model.loss(tokens, labels, 50)
     optimizer.step()
+    out["late"] = said(RuntimeError, late.backward)
     out["left"] = said(RuntimeError, model.loss(tokens, labels, 50).backward)
     optimizer.zero_grad()
     model.get_parameter("layers.0.mlp.up_proj.weight").requires_grad_(True)
@@ -213,7 +215,7 @@ def test_wrong_calls_say_what_to_do(pool, stage):
         assert not stage or "call grads.finish(model) before optimizer.step()" in out["step"]
         assert stage > 1 or "inside data.no_sync(model)" in out["again"]
         assert "zero_grad()" in out["finish"] and "zero_grad()" in out["left"]
-        assert "layers.0.mlp.up_proj.weight" in out["thawed"]
+        assert "layers.0.mlp.up_proj.weight" in out["thawed"] and "modified by an inplace operation" in out["late"]
 
 
 def discarded(group, stage):

@@ -136,33 +136,32 @@ class Gathering:
                 self.order[i + 1].fetch()
 
         def after(_module, _args, output: torch.Tensor) -> None:
-            returns = i > 0 and output.requires_grad  # of the embedding, backward needs no weights
-            if returns:
-                self._left[self.order[i]] += 1
+            if output.requires_grad:
+                self._left[self.order[i]] += i > 0
                 output.register_hook(lambda _: self._backward(i))
-            if not lasts and not (returns and i == len(self.order) - 1):
+            if not lasts and not (output.requires_grad and i == len(self.order) - 1):
                 self.order[i].free()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     def _backward(self, i: int) -> None:
-        """Backward comes to unit `i`, and is through with those after it."""
-        unit, ahead = self.order[i], self.order[i - 1] if i > 1 else None
-        self._left[unit] -= 1
+        """Backward comes to unit `i`, and is through with those after it. The embedding, 0, needs no weights for it."""
+        self._left[self.order[i]] -= i > 0
         for later in reversed(self.order[i + 1 :]):
             if self._left[later] > 0:  # it has run more than once, and backward goes through all of that
                 break
             if later is not self.order[0]:
                 self._over(later)
-        if ahead is not None and self._left[ahead] <= 0:  # no gradient goes there
-            ahead = None
+        needed = [self.order[i]] if i > 0 else []
+        if i > 1 and self._left[self.order[i - 1]] > 0:  # else no gradient goes there
+            needed.append(self.order[i - 1])
         for other in self.units:
-            if other not in (unit, ahead):
+            if other not in needed:
                 other.free()
-        unit.wait()
-        if ahead is not None:
-            ahead.fetch()
+        if needed:
+            needed[0].wait()
+            needed[-1].fetch()
 
 
 def parts(model: Transformer) -> Iterator[list[nn.Parameter]]:
