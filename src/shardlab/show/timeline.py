@@ -35,7 +35,7 @@ def timeline(entries: Sequence[dict], title: str = "", marks: Mapping[int, float
         height = (0.7 - thin) / len(own)
         for lane, inside in enumerate(own):
             for e in inside:
-                _bar(axes, e, zero, row - 0.35 + (lane + 0.5) * height, height)
+                _bar(axes, e, zero, row - 0.35 + (lane + 0.5) * height, height * (0.8 if len(own) > 1 else 1))
                 for i, m in enumerate(e.get("messages", ())):
                     axes.barh(row + 0.35 - thin / 2, 1e3 * (m["end"] - m["start"]), left=1e3 * (m["start"] - zero),
                               height=thin, color=(INK, SECOND)[i % 2], linewidth=0)
