@@ -17,7 +17,7 @@ from replicas import (
 )
 
 from shardlab import comm
-from shardlab.parallel import data, grads, zero
+from shardlab.parallel import data, grads, tensor, zero
 
 
 def gradients(model):
@@ -185,7 +185,8 @@ def wrong(group, stage):
     cut(model, optimizer, group, stage)
     tokens, labels = (x[group.rank(), 0] for x in batch(group.size(), 0))
     out = {"twice": said(ValueError, cut, model, optimizer, group, stage),
-           "other": said(ValueError, cut, model, optimizer, group, 0 if stage else 1)}
+           "other": said(ValueError, cut, model, optimizer, group, 0 if stage else 1),
+           "cut": said(ValueError, tensor.cut, model, group)}
     model.loss(tokens, labels, 50).backward()
     out["norm"] = said(RuntimeError, grads.norm, model)
     if stage:
@@ -211,7 +212,7 @@ def wrong(group, stage):
 def test_wrong_calls_say_what_to_do(pool, stage):
     for out in pool(2).run(wrong, stage):
         assert "has a data axis already" in out["twice"] and "has a data axis already" in out["other"]
-        assert "call grads.finish(model)" in out["norm"]
+        assert "cut it before that" in out["cut"] and "call grads.finish(model)" in out["norm"]
         assert not stage or "call grads.finish(model) before optimizer.step()" in out["step"]
         assert stage > 1 or "inside data.no_sync(model)" in out["again"]
         assert "zero_grad()" in out["finish"] and "zero_grad()" in out["left"]

@@ -48,6 +48,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
         return model
     if isinstance(model.lm_head, VocabParallelHead):
         raise ValueError("this model is cut already: cut the plain one")
+    if hasattr(model, "reducer"):
+        raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise ValueError("this model is quantised: cut the plain one, then quantise each part")
     tied = model.lm_head.weight is model.embed_tokens.weight
