@@ -17,7 +17,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     Raises FileExistsError where `folder` is there already and not empty, at the start or (another process wrote it) at
     the end: nothing of it is changed.
     """
-    refuse_full(folder)
+    _refuse(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     unfinished.mkdir()
@@ -26,13 +26,17 @@ def written_whole(folder: Path) -> Iterator[Path]:
         try:
             os.rename(unfinished, folder)  # onto an empty folder, or none: atomic
         except OSError:
-            refuse_full(folder)
+            _refuse(folder)
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def refuse_full(folder: Path) -> None:
-    """Raise FileExistsError where `folder` is there already and not empty."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+def is_full(folder: Path) -> bool:
+    """Whether `folder` is there already, and not an empty folder."""
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _refuse(folder: Path) -> None:
+    if is_full(folder):
         raise FileExistsError(f"{folder} exists already: name another folder, or remove it first")

@@ -71,8 +71,9 @@ def finish(model: nn.Module) -> None:
         parts: dict[tuple, list[torch.Tensor]] = {}
         for piece in pieces(model):
             if piece.mark.partial is not None:
-                if getattr(piece.gradient, "finished", None) == piece.gradient._version:
-                    raise RuntimeError(f"the gradient of {piece.name} is summed already: call grads.finish once a step")
+                if hasattr(piece.gradient, "finished"):  # also where another backward pass has been added to it
+                    raise RuntimeError(f"the gradient of {piece.name} is summed already: call grads.finish once a "
+                                       "step, and zero_grad(), which sets gradients to None, before the next backward")
                 parts.setdefault((piece.mark.partial, piece.gradient.dtype), []).append(piece.gradient)
         for (group, _), gradients in parts.items():
             summed = ops.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group=group)

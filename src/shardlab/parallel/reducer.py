@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,11 @@ class Reducer:
         self._pass = -1  # autograd's number of the backward pass under way, or of the last one
         self._running = False  # whether it has not come to its end, so that after an error it never will
         self._next, self._flushed = 0, False  # the bucket to be sent next; whether all have been, since `finish`
+        self._stood = 0  # how often the weights had been changed when the last pass began
+        # not by a strong reference: one from a parameter's hook to what holds the parameter, Python could never free
+        accumulated = WeakMethod(self._accumulated)
         for parameter in self._of:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(lambda each: (call := accumulated()) and call(each))
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient is one of those that are summed."""
@@ -123,6 +127,10 @@ class Reducer:
             result, bucket.sent = bucket.sent.wait(), None
             self.settle(bucket, result)
 
+    def changes(self) -> int:
+        """How often the weights have been changed."""
+        return sum(parameter._version for parameter in self._of)
+
     def forget(self) -> None:
         """Wait for what is under way, and begin anew without it."""
         for bucket in self.buckets:
@@ -158,7 +166,11 @@ class Reducer:
             raise RuntimeError("the gradients of this step have been sent already: call grads.finish before the next "
                                "backward, or run all but the last of several inside data.no_sync(model)")
         if not stand and not self.repeats:  # the first pass of a step, or zero_grad has thrown away those before it
+            if self._flushed and self._stood != self.changes():
+                raise RuntimeError("the weights have been changed by gradients that were not finished, so that "
+                                   "replicas may differ: call grads.finish(model) before optimizer.step()")
             self.forget()
+        self._stood = self.changes()
         self._running, self._next = True, 0
         for bucket in self.buckets:
             bucket.ready.clear()

@@ -22,7 +22,8 @@ from torch import nn
 
 from ..comm import ops
 from ..model import checkpoint
-from ..model.folders import refuse_full
+from ..model.folders import is_full
+from ..model.hf_config import config
 from ..model.parameters import distinct, materialise
 from ..model.transformer import Transformer
 from . import grads, zero_state
@@ -89,12 +90,16 @@ def whole(model: Transformer) -> Iterator[tuple[list[str], torch.Tensor]]:
 def save(model: Transformer, folder: str | Path) -> None:
     """Write the cut `model` whole, as a Hugging Face folder that `transformers` loads, in the dtype of its parameters.
 
-    Every rank calls it; the first one writes. The folder appears whole or not at all. Raises FileExistsError where it
-    is there and not empty.
+    Every rank calls it; the first one writes. The folder appears whole or not at all. Raises FileExistsError, on all
+    ranks, where it is there and not empty, ValueError on a model that no Hugging Face type fits.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    if writes:
-        refuse_full(Path(folder))
+    config(model.spec, "float32")
+    full = torch.tensor(writes and is_full(Path(folder)))
+    if dist.is_initialized():
+        ops.broadcast(full, 0)
+    if full:
+        raise FileExistsError(f"{folder} exists already: name another folder, or remove it first")
     # to the host at once, so that the card has one whole parameter at a time
     values = {names[0]: value.cpu().clone() for names, value in whole(model) if writes}
     if writes:

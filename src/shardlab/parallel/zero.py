@@ -61,6 +61,7 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
         reducer = (Stage1 if stage == 1 else Stage2)(rows, group, Whole(rows, group))
     reducer.serve(optimizer)
     model.reducer = reducer  # type: ignore[assignment]
+    model.zero_grad = reducer.zero_grad  # type: ignore[method-assign]
     model.register_state_dict_pre_hook(reducer.before_reading)
     model.register_load_state_dict_pre_hook(reducer.before_loading)
     return model
@@ -103,6 +104,7 @@ class Stage1(Reducer):
         self.stepped: dict[nn.Parameter, nn.Parameter] = {}  # the part of a parameter that this rank's optimizer steps
         self.order: list[list[nn.Parameter]] = []  # the parameters of the optimizer's groups, before they were cut
         self.finished = False  # and the gradients not zeroed yet
+        self.whole = False  # while `zero_state` puts the optimizer's states together
         for row in rows:
             slice = weights.slices[row]
             for parameter in slice.spans:
@@ -122,6 +124,8 @@ class Stage1(Reducer):
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # which knows of more than the parts
+        optimizer.register_state_dict_pre_hook(self.before_states)
+        optimizer.register_load_state_dict_pre_hook(self.before_states)
 
     def send(self, bucket: Bucket):
         assert bucket.row is not None
@@ -168,12 +172,22 @@ class Stage1(Reducer):
         for mine in self.stepped.values():
             mine.grad = None
 
-    def before_step(self, *_) -> None:
-        """Raises RuntimeError where gradients are not finished: the optimizer would step some, or none."""
+    def before_step(self, _, args: tuple, kwargs: dict) -> None:
+        """Raises RuntimeError where gradients are not finished: the optimizer would step some, or none. A closure
+        would run after this."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise RuntimeError("a sharded optimizer takes no closure: run backward and grads.finish, then step()")
         if self.used:
             raise RuntimeError("the gradients are not summed yet: call grads.finish(model) before optimizer.step()")
         if self.weights.opened:
             raise RuntimeError("inside zero.gathered(model) weights are read or loaded: step outside of it")
+
+    def before_states(self, *_) -> None:
+        """Of the optimizer's own state_dict and load_state_dict. Raises RuntimeError where it is not `zero_state` that
+        calls them: what is in them are this rank's slices."""
+        if not self.whole:
+            raise RuntimeError("this optimizer has slices of its states: zero.state_dict(model, optimizer) gives and "
+                               "zero.load_state_dict(model, optimizer, state) takes the whole")
 
     def before_reading(self, *_) -> None:
         """Of `model.state_dict()`. Raises RuntimeError where the weights are not there."""

@@ -50,6 +50,9 @@ class Held(NamedTuple):
 def held(model: nn.Module) -> Iterator[Held]:
     """The weights that this rank answers for, to be filled from a file: write into `memory`, then call `filled`."""
     reducer = _sharded(model)
+    if reducer is not None and reducer.weights.opened:
+        raise RuntimeError("inside zero.gathered(model) the whole weights count: fill the slices outside of it, or use "
+                           "model.load_state_dict here")
     cut = {} if reducer is None else reducer.weights.held
     for row, memory in cut.items():
         slice = reducer.weights.slices[row]  # type: ignore[union-attr]
@@ -70,15 +73,18 @@ def filled(model: nn.Module) -> None:
 
 @torch.no_grad()
 def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's `state_dict()` as if nothing were cut, on every rank; all ranks call it.
+    """The optimizer's `state_dict()` as if the data axis cut nothing, on every rank; all ranks call it.
 
-    It goes into a plain optimizer, and into `load_state_dict` on any number of ranks. Parameters of 16 bits have one
-    state more, "master", their copy in float32.
+    It goes into an optimizer of the model without ZeRO, and into `load_state_dict` on any number of ranks. (Of a model
+    that is cut by layers too, it has this tensor rank's part.) Parameters of 16 bits have one state more, "master",
+    their copy in float32.
     """
-    reducer, out = _sharded(model), optimizer.state_dict()
+    reducer = _sharded(model)
     if reducer is None:
-        return out
+        return optimizer.state_dict()
     _belong(reducer, optimizer)
+    with _whole(reducer):
+        out = optimizer.state_dict()
     number = {parameter: i for i, parameter in enumerate(p for group in reducer.order for p in group)}
     mine: dict[nn.Parameter, dict[str, Any]] = {
         parameter: dict(optimizer.state.get(part, {})) for parameter, part in reducer.stepped.items()}
@@ -107,7 +113,7 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
 def load_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Take over what `state_dict` gave, or a plain optimizer; all ranks call it, each with the whole of it.
 
-    Raises ValueError where its groups are not those of the optimizer.
+    Raises ValueError where its groups are not those of the optimizer, or its states of other shapes than parameters.
     """
     reducer = _sharded(model)
     if reducer is None:
@@ -127,12 +133,14 @@ def load_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping
             if parameter in reducer.stepped:
                 local.append(i)
                 whole_states = dict(state["state"].get(i, {}))
+                _fit(i, parameter, whole_states)
                 if (master := whole_states.pop(MASTER, None)) is not None:
                     reducer.stepped[parameter].copy_(_cut(MASTER, master, spans[parameter]))
                 if whole_states:
                     states[i] = {name: _cut(name, value, spans[parameter]) for name, value in whole_states.items()}
         groups.append({**saved, "params": local})
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    with _whole(reducer):
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
     if reducer.low:
         reducer.after_step()  # master copies may have come with it
 
@@ -149,6 +157,24 @@ def whole(reducer: Stage1, row: Flat, parts: Mapping[nn.Parameter, torch.Tensor]
 def _sharded(model: nn.Module) -> Stage1 | None:
     reducer = getattr(model, "reducer", None)
     return reducer if reducer is not None and reducer.shards else None
+
+
+@contextmanager
+def _whole(reducer: Stage1) -> Iterator[None]:
+    """In the block the optimizer's own state_dict and load_state_dict may be called."""
+    reducer.whole = True
+    try:
+        yield
+    finally:
+        reducer.whole = False
+
+
+def _fit(i: int, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+    """Raise ValueError where the states, number `i`, are not those of such a parameter."""
+    for name, value in states.items():
+        if torch.is_tensor(value) and name not in PLAIN and value.shape != parameter.shape:
+            raise ValueError(f"state {name} of parameter {i} is {tuple(value.shape)}, the parameter "
+                             f"{tuple(parameter.shape)}: these are the states of another model, or of another cut")
 
 
 def _belong(reducer: Stage1, optimizer: optim.Optimizer) -> None:
