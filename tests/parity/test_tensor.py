@@ -9,6 +9,8 @@ from shardlab import comm
 from shardlab.model.head import cross_entropy
 from shardlab.model.transformer import Transformer
 from shardlab.parallel import grads, tensor
+from shardlab.parallel.loss import vocab_parallel_cross_entropy
+from shardlab.parallel.shard import window
 from shardlab.specs import ModelSpec
 
 RUNS = [pytest.param(spec, p, id=f"{name}-{p}") for name, (spec, worlds) in CASES.items() for p in worlds]
@@ -84,6 +86,20 @@ def head_gradients(group):
 def test_the_loss_over_a_cut_vocabulary_leaves_its_arguments_alone(pool, p):
     for distance, same_h, same_labels in pool(p).run(head_gradients):
         assert distance < 1e-10 and same_h and same_labels
+
+
+def logits_twice(group):
+    """The logits are kept as they are: backward must not write to them, and can run a second time."""
+    given = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(group.rank()))
+    logits = given.clone().requires_grad_()
+    labels = torch.tensor([[0, 4, -100], [9, 8, 5]])
+    loss = vocab_parallel_cross_entropy(logits, labels, window(10, 2, group.rank(), 0), group)
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    return torch.equal(logits.detach(), given), torch.equal(first, second)
+
+
+def test_the_loss_never_writes_to_its_logits(pool):
+    assert pool(2).run(logits_twice) == [(True, True)] * 2
 
 
 def pads(group):
