@@ -3,7 +3,7 @@
 import checkpoints
 import pytest
 import torch
-from test_tensor import mine
+from twins import mine
 
 from shardlab.cost.memory import memory
 from shardlab.model import Transformer, checkpoint
