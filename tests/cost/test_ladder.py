@@ -83,7 +83,7 @@ def test_the_binding_term_is_named():
     assert steps[1].why.startswith("8 of 200 requests fit beside") and steps[1].why.endswith("the cache binds")
     none = ladder(replace(V3, layers=122), find_card("h800"), Serve(), cards=8)
     short = ladder(V3, find_card("h800"), Serve(), cards=8).steps[-3]
-    assert short.why == "does not fit: 86.987 GB of weights and work is more than 85.521 GB, before any request"
+    assert short.why == "does not fit: 86.752 GB of weights and work is more than 85.521 GB, before any request"
     assert none.chosen is None and none.bill is None
     assert none.answer.startswith("8 × h800 will not do: 1376.5 GB of weights and caches ask for about 17 cards")
     assert not any(" 0 of" in step.why or "0.00" in step.why for step in none.steps)
