@@ -27,7 +27,7 @@ from .data import agree, count
 from .flat import Flat, Slice, buckets
 from .gathering import Gathering, Unit
 from .reducer import LEFT, Bucket, Reducer
-from .zero_check import refuse
+from .zero_check import guard, refuse
 from .zero_state import filled, gathered, held, load_state_dict, state_dict
 
 __all__ = ["filled", "gathered", "held", "load_state_dict", "shard", "state_dict"]
@@ -62,8 +62,7 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     reducer.serve(optimizer)
     model.reducer = reducer  # type: ignore[assignment]
     model.zero_grad = reducer.zero_grad  # type: ignore[method-assign]
-    model.register_state_dict_pre_hook(reducer.before_reading)
-    model.register_load_state_dict_pre_hook(reducer.before_loading)
+    guard(reducer, model, optimizer)
     return model
 
 
@@ -121,11 +120,8 @@ class Stage1(Reducer):
         self.order = [list(group["params"]) for group in optimizer.param_groups]
         for group, whole in zip(optimizer.param_groups, self.order, strict=True):
             group["params"] = [self.stepped[parameter] for parameter in whole if parameter in self.stepped]
-        optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # which knows of more than the parts
-        optimizer.register_state_dict_pre_hook(self.before_states)
-        optimizer.register_load_state_dict_pre_hook(self.before_states)
 
     def send(self, bucket: Bucket):
         assert bucket.row is not None
@@ -171,34 +167,6 @@ class Stage1(Reducer):
             parameter.grad = None
         for mine in self.stepped.values():
             mine.grad = None
-
-    def before_step(self, _, args: tuple, kwargs: dict) -> None:
-        """Raises RuntimeError where gradients are not finished: the optimizer would step some, or none. A closure
-        would run after this."""
-        if len(args) > 1 or kwargs.get("closure") is not None:
-            raise RuntimeError("a sharded optimizer takes no closure: run backward and grads.finish, then step()")
-        if self.used:
-            raise RuntimeError("the gradients are not summed yet: call grads.finish(model) before optimizer.step()")
-        if self.weights.opened:
-            raise RuntimeError("inside zero.gathered(model) weights are read or loaded: step outside of it")
-
-    def before_states(self, *_) -> None:
-        """Of the optimizer's own state_dict and load_state_dict. Raises RuntimeError where it is not `zero_state` that
-        calls them: what is in them are this rank's slices."""
-        if not self.whole:
-            raise RuntimeError("this optimizer has slices of its states: zero.state_dict(model, optimizer) gives and "
-                               "zero.load_state_dict(model, optimizer, state) takes the whole")
-
-    def before_reading(self, *_) -> None:
-        """Of `model.state_dict()`. Raises RuntimeError where the weights are not there."""
-        if self.partial and not self.weights.opened:
-            raise RuntimeError("this rank has slices of the weights: with zero.gathered(model): …state_dict()…")
-
-    def before_loading(self, *_) -> None:
-        """Of `model.load_state_dict`. Raises RuntimeError where what is loaded would not stay."""
-        if (self.partial or self.low) and not self.weights.opened:
-            raise RuntimeError("slices and master copies would not follow: with zero.gathered(model): "
-                               "…load_state_dict(…)…")
 
     @torch.no_grad()
     def after_step(self, *_) -> None:
