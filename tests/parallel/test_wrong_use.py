@@ -126,7 +126,6 @@ def changed(group, how):
 
 
 CHANGES = {
-    "cut": (lambda model, group: tensor.cut(model, group), "embed_tokens.weight"),
     "thawed": (lambda model, group: model.norm.weight.requires_grad_(True), "norm.weight"),
     "added": (lambda model, group: setattr(model.layers[0].mlp.down_proj, "bias", nn.Parameter(
         torch.zeros(16, dtype=torch.float64))), "layers.0.mlp.down_proj.bias"),
