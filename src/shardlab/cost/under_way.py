@@ -45,6 +45,5 @@ def _stage3(units: list[Unit], tied: bool) -> Iterator[Moment]:
         gradients[0] = gradients[-1] = 0  # they are one row, and there all the time
     for i in range(len(order) - 1, 0, -1):
         sent = gradients[i + 1] if i + 1 < len(order) else 0
-        last = gradients[0] if i == 1 else 0  # the embedding's come while the first block is there
         ahead = weights[i - 1] if i > 1 else 0
-        yield Moment(weights[i] + ahead, gradients[i] + sent + last + ends)
+        yield Moment(weights[i] + ahead, gradients[i] + sent + ends)
