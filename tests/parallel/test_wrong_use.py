@@ -102,7 +102,7 @@ def in_parts(group):
     forgotten = said(RuntimeError, grads.clip_grad_norm_, model, 1.0)
     grads.finish(model)
     twice = said(RuntimeError, grads.finish, model)
-    model.zero_grad(set_to_none=False)
+    model.zero_grad()
     backward(model, 0)
     grads.finish(model)
     plain = build()
