@@ -43,7 +43,7 @@ def build(seed, dtype=torch.float64, recompute=None, frozen=FROZEN, **sizes):
     torch.manual_seed(seed)
     model = Transformer(ModelSpec(**(SIZES | sizes)), recompute)
     model.unused = torch.nn.Parameter(torch.ones(3))
-    model.layers[1].unused = torch.nn.Parameter(torch.ones(2, 5))
+    model.layers[-1].unused = torch.nn.Parameter(torch.ones(2, 5))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     for name in frozen:

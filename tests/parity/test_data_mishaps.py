@@ -93,14 +93,15 @@ def test_backward_in_other_orders(pool, stage):
         assert len(worst) == 5 and max(worst.values()) < 1e-10, worst
 
 
+def hooked(model):
+    """Have a parameter used that else nothing uses; `remove()` ends it."""
+    return model.layers[-1].mlp.register_forward_hook(lambda _module, _args, y: y + model.layers[-1].unused.sum())
+
+
 def used_by_one(group, stage):
     """A parameter in a block that only the last rank's data make use of, and then none."""
-    (plain, _), (twin, ours) = twins(group, stage)
+    (plain, _), (twin, ours) = twins(group, stage, layers=4)
     tokens, labels = batch(group.size(), 0)
-
-    def hooked(model):
-        return model.layers[1].mlp.register_forward_hook(
-            lambda _module, _args, y: y + model.layers[1].unused.sum())
 
     for users in ({group.size() - 1}, set()):
         for rank in range(group.size()):
@@ -223,8 +224,10 @@ def discarded(group, stage):
     """Half a step is thrown away by zero_grad; its gradients must not be in the next."""
     (plain, theirs), (twin, ours) = twins(group, stage)
     tokens, labels = (x[group.rank(), 0] for x in batch(group.size(), 9))
+    hook = hooked(twin)  # for the parameter must have no gradient in the next
     with data.no_sync(twin):
         twin.loss(tokens, labels, 50).backward()
+    hook.remove()
     ours.zero_grad()
     seen = [train(plain, theirs, twin, ours, group, 0)[0]]
     twin.loss(tokens, labels, 50).backward()  # and a whole one, before and after it is summed
@@ -243,6 +246,7 @@ def test_gradients_thrown_away_are_gone(pool, stage):
 
 
 def generated(group, stage):
+    """Whether the tokens are the plain model's, and training goes on well after it."""
     (plain, theirs), (twin, ours) = twins(group, stage)
     train(plain, theirs, twin, ours, group, 0)
     prompt = torch.arange(10).view(2, 5)
@@ -250,9 +254,11 @@ def generated(group, stage):
     with zero.gathered(twin):  # here a rank is on its own
         if group.rank() == 0:
             out.append(torch.equal(plain.generate(prompt, 3), twin.generate(prompt, 3)))
-    return [*out, train(plain, theirs, twin, ours, group, 1)[0]["gradients"] < 1e-10]
+    kept = []  # a graph made just before the step must not keep the weights of then for what comes after
+    ours.register_step_pre_hook(lambda *_: kept.append(twin.loss(prompt, prompt, 50)))
+    return [*out, *(max(train(plain, theirs, twin, ours, group, step)[0].values()) < 1e-10 for step in (1, 2))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_generation_between_steps(pool, stage):
+def test_generation_between_steps_and_a_pass_before_one(pool, stage):
     assert all(all(out) for out in pool(2).run(generated, stage))

@@ -15,7 +15,7 @@ def storages(unit):
 
 def seen_rows(group, stage, tied):
     """How many rows of gradients a rank has at most, looked at whenever a gradient is complete; and after backward."""
-    _, (twin, _) = twins(group, stage, frozen=["layers.1.unused", *FROZEN], layers=4, tied=tied)
+    _, (twin, _) = twins(group, stage, frozen=["layers.3.unused", *FROZEN], layers=4, tied=tied)
     seen = []
 
     def note(_):
