@@ -24,11 +24,11 @@ WORLDS = [2, 3, 4]
 ZERO = [1, 2, 3]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("p", WORLDS)
-def test_a_sharded_model_is_the_plain_one(pool, p, stage, optimizer):
-    check(pool(p).run(compare, stage, optimizer))
+def test_a_sharded_model_is_the_plain_one(pool, p, stage):
+    for optimizer in OPTIMIZERS if p == 3 else ("sgd", "adamw"):
+        check(pool(p).run(compare, stage, optimizer))
 
 
 @pytest.mark.parametrize("stage", ZERO)
