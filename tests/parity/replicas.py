@@ -2,7 +2,7 @@
 
 The plain one sees the whole batch at once, each rank its own tokens in three micro-batches. The model has tied weights,
 two frozen ones, two parameters that nothing uses, grouped queries, biases everywhere, an FFN of 29 and a vocabulary of
-53, and with rows of 3,000 B, slices that cut through everything. Ranks begin from other weights; as many labels as it
+53, and with rows of 9,000 B, slices that cut through everything. Ranks begin from other weights; as many labels as it
 happens are missing, all of the last rank's too in the second step.
 """
 
@@ -18,7 +18,7 @@ from shardlab.specs import ModelSpec
 SIZES = dict(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=29, vocab=53, tied=True, attention_bias=True,
              output_bias=True, mlp_bias=True)
 FROZEN = ("layers.0.mlp.up_proj.weight", "layers.1.self_attn.o_proj.bias")
-BUCKET = 3000
+BUCKET = 9000
 STAGES = (0, 1, 2, 3)  # 0 is plain data parallelism
 PASSES = 3
 

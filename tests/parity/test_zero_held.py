@@ -91,7 +91,7 @@ def padding_only(group, stage, kind):
     plain, twin = (build(0, frozen=names, hidden=3) for _ in range(2))
     theirs, ours = KINDS[kind](plain.parameters()), KINDS[kind](twin.parameters())
     cut(twin, ours, group, stage)
-    for step in range(3):
+    for step in range(2):
         seen, _ = train(plain, theirs, twin, ours, group, step, 0.01)
     held = sum(len(each["params"]) for each in ours.param_groups)
     return held, max(seen.values()), parameters(plain, twin), apart(theirs.state_dict(), zero.state_dict(twin, ours))
@@ -99,7 +99,7 @@ def padding_only(group, stage, kind):
 
 @pytest.mark.parametrize("stage", ZERO)
 def test_a_rank_that_holds_nothing_but_padding(pool, stage):
-    for kind in KINDS if stage == 1 else ("SGD", "AdamW"):
+    for kind in KINDS if stage == 1 else ("AdamW",):
         outcomes = pool(4).run(padding_only, stage, kind)
         assert [held for held, *_ in outcomes] == [1, 1, 1, 0]
         assert all(max(distances) < 1e-9 for _, *distances in outcomes), (kind, outcomes)
