@@ -422,7 +422,7 @@ def test_it_does_not_count_against_a_card():
         return x[0].item(), held.used - held.tensors, [g for g in held.groups if g.nbytes > x.nbytes]
 
     for first, rest, larger in launch(step, 2, card="8 MiB"):
-        assert first == 8 and rest < 2**21 and larger == []
+        assert first == 8 and rest < 3 * 2**20 and larger == []
 
 
 def test_under_torchrun_the_processes_share_memory_without_a_name(tmp_path):

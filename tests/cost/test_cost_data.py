@@ -186,7 +186,7 @@ def test_what_is_whole_for_a_moment_by_hand():
     assert moment(3) == (2 * LAYER, 2 * LAYER)
     assert moment(3, tied=True) == (2 * LAYER, 2 * LAYER + TABLE + NORM)
     assert moment(3, layers=2) == (2 * LAYER, LAYER + TABLE + NORM)
-    assert moment(3, layers=1, vocab=199) == (LAYER, LAYER + 2 * 199 * 8 + NORM)  # when the embedding's gradient comes
+    assert moment(3, layers=1, vocab=199) == (199 * 8 + NORM + LAYER, 199 * 8 + NORM)  # the head, before the block
     assert moment(3, vocab=199) == (199 * 8 + NORM + LAYER, 199 * 8 + NORM)
     step = training(SEVENTY, Layout(dp=8, zero=3), batch=1, seq=64)
     layer = sum(tensor.size for tensor in SEVENTY.layer_tensors())

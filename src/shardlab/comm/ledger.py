@@ -49,16 +49,31 @@ class Entry:
     messages: list[Message] = field(default_factory=list)  # those that this rank has sent, where it is made of messages
 
 
+@dataclass(slots=True)
+class Work:
+    """What a rank computed between its messages: a pass of a pipeline's stage. Times as an entry's."""
+
+    kind: str  # "F", "B", "I" or "W", as in `schedule`
+    stage: int
+    microbatch: int
+    rank: int
+    start: float
+    end: float = 0.0
+
+
 @dataclass
 class Ledger:
     """A list of entries that sums and prints itself. Plain data: it can be returned from a rank, and merged."""
 
     entries: list[Entry] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
 
     @classmethod
     def merge(cls, ledgers: Iterable[Ledger]) -> Ledger:
         """One ledger of all ranks, in the order of their starts."""
-        return cls(sorted((e for ledger in ledgers for e in ledger.entries), key=lambda e: e.start))
+        given = list(ledgers)
+        return cls(sorted((e for ledger in given for e in ledger.entries), key=lambda e: e.start),
+                   sorted((w for ledger in given for w in ledger.works), key=lambda w: w.start))
 
     def where(self, keep: Callable[[Entry], bool] | None = None, /, **equal) -> Ledger:
         """The entries whose fields equal the given ones (`op="all_reduce", rank=0`) and for which `keep` is true."""

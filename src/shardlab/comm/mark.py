@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from . import flight
 from .groups import members, name_of
-from .ledger import Entry, Ledger, Message
+from .ledger import Entry, Ledger, Message, Work
 
 _open: list[Ledger] = []  # the ledgers being written: a stack, since `record` nests; of the process, which is the rank
 
@@ -41,6 +41,20 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         _phases.pop()
+
+
+@contextmanager
+def work(kind: str, stage: int, microbatch: int) -> Iterator[None]:
+    """Enter what the block computes, a pass of a pipeline's stage, in the ledgers that are open. (On a GPU it ends when
+    the pass has been queued, not when it is done.)"""
+    if not _open:
+        yield
+        return
+    done = Work(kind, stage, microbatch, dist.get_rank(), time.monotonic())
+    for ledger in _open:
+        ledger.works.append(done)
+    yield
+    done.end = time.monotonic()
 
 
 def ring_wire(op: str, payload: int, p: int) -> float:

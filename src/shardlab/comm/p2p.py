@@ -31,14 +31,14 @@ class P2POp:
     tensor: torch.Tensor
     peer: int
     group: Any = None
-    tag: int = 0
+    tag: int | str = 0
 
     def __post_init__(self):
         if self.op not in VERBS:
             raise ValueError(f"P2POp has no op {self.op!r}; use 'isend' or 'irecv'")
 
 
-def send(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False, tag: int = 0):
+def send(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False, tag: int | str = 0):
     """Send `tensor` to global rank `dst`, which must `recv` the same shape and dtype; returns it when it is taken.
 
     `tag` names the message, for debug mode to check. With `async_op`, a Handle: keep the tensor unchanged until its
@@ -48,7 +48,7 @@ def send(tensor: torch.Tensor, dst: int, group=None, async_op: bool = False, tag
     return handle if async_op else handle.wait()
 
 
-def recv(tensor: torch.Tensor, src: int, group=None, async_op: bool = False, tag: int = 0):
+def recv(tensor: torch.Tensor, src: int, group=None, async_op: bool = False, tag: int | str = 0):
     """Fill `tensor` with what global rank `src` sends, in place. Raises as `send` does.
 
     In debug mode and through shared memory, raises ValueError where tag, shape or dtype are not what was sent. gloo

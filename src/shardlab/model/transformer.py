@@ -5,6 +5,7 @@ Modules have the names of Hugging Face's, without the leading "model.", so a che
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import repeat
 
 import torch
@@ -89,16 +90,21 @@ class Transformer(nn.Module):
 
         In a model cut with sequence parallelism it is this rank's slice of it: `hidden` is the whole everywhere.
         """
-        batch, seq = tokens.shape
+        x = self.through(self.layers, self.embed_tokens(tokens), tokens.shape, positions, cache)
+        return self.norm(x)
+
+    def through(self, layers: Iterable[nn.Module], x: torch.Tensor, shape: torch.Size,
+                positions: torch.Tensor | None = None, cache: KVCache | None = None) -> torch.Tensor:
+        """The stream `x` of tokens of `shape` (batch, seq) through some of the layers, in the same form."""
+        batch, seq = shape
         if positions is None:
             start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + seq, device=tokens.device)
-        x = self.embed_tokens(tokens)
+            positions = torch.arange(start, start + seq, device=x.device)
         # expanded, which takes no memory: of a stream that is cut, they still tell its batch and seq
         cos, sin = (y.expand(batch, -1, -1, -1) for y in rope.table(self.spec, positions, x.dtype))
-        for layer, kept in zip(self.layers, repeat(None) if cache is None else cache.layers, strict=False):
+        for layer, kept in zip(layers, repeat(None) if cache is None else cache.layers, strict=False):
             x = layer(x, cos, sin, kept)
-        return self.norm(x)
+        return x
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None

@@ -9,6 +9,7 @@ left is noted by the cuts, parameter by parameter (`mark`), and by the data axis
 | the same, and each has a part of its gradient | partial    | sums the gradients | counts it once               |
 | the same, and the same gradient               |            | nothing            | counts it once               |
 | one model each, for different data            | a reducer  | sums the gradients | once, or adds shards' squares |
+| different layers                              | a pipeline | nothing            | adds their squares           |
 
 The marks are on modules, since `load_state_dict(assign=True)` replaces parameters.
 """
@@ -111,15 +112,16 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
     # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same
-    trained = list(_trained(model))
-    axes = dict.fromkeys(group for _, _, _, groups in trained for group in groups)
+    trained, pipeline = list(_trained(model)), _pipeline(model)
+    # the pipeline's last, for its stages may differ in the others: each has its own sum by then
+    axes = dict.fromkeys([*(g for _, _, _, groups in trained for g in groups if g not in pipeline), *pipeline])
     total = torch.zeros((), dtype=torch.float64, device=trained[0][1].device if trained else None)
     for piece in pieces(model):
         if piece.mark.partial and reducer is None and not hasattr(piece.gradient, "finished"):
             raise RuntimeError(f"this rank has a part of the gradient of {piece.name}: call grads.finish(model) first")
         own = _power(piece.gradient, norm_type)
         alike = [group for group in axes if group not in piece.groups]
-        alike += [piece.mark.partial] if piece.mark.cut and piece.mark.partial else []
+        alike += [piece.mark.partial] if piece.mark.partial and _inside(piece.mark.partial, piece.groups) else []
         if any(group.rank() for group in alike):
             own = own * 0  # the first of those that hold the same counts it; of what is not finite this leaves nan
         total = torch.maximum(total, own) if largest else total + own
@@ -179,5 +181,17 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             own = known.get(parameter, Mark())
-            cut = () if own.cut is None else (own.cut,)
+            cut = (*(() if own.cut is None else (own.cut,)), *_pipeline(model))
             yield name, parameter, own, (*cut, reducer.group) if reducer is not None and reducer.shards else cut
+
+
+def _pipeline(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The group over which the model's layers are cut, if they are."""
+    pipeline = getattr(model, "pipeline", None)
+    return () if pipeline is None else (pipeline.group,)
+
+
+def _inside(some: dist.ProcessGroup, groups: tuple[dist.ProcessGroup, ...]) -> bool:
+    """Whether one of the groups has all these ranks, so that what is summed over it has been over them."""
+    ranks = set(dist.get_process_group_ranks(some))
+    return any(ranks <= set(dist.get_process_group_ranks(group)) for group in groups)

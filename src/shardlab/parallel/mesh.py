@@ -34,6 +34,14 @@ def blocks(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     return group if size == p else _block(group, size)
 
 
+def some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these global ranks, some of `group`'s and this one among them; all of them must call it.
+
+    Called again, it gives the same group.
+    """
+    return _some(group, ranks)
+
+
 # Groups last as long as the ranks, and each of gloo's has a thread that wakes a hundred times a second: ranks that stay
 # for many runs would slow down with every mesh that they don't use again.
 
@@ -50,5 +58,9 @@ def _mesh(world: dist.ProcessGroup, axes: tuple[tuple[str, int], ...]) -> Device
 @cache
 def _block(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
-    mine = ranks[group.rank() // size * size :][:size]
-    return dist.new_group(mine, use_local_synchronization=True, group_desc=group.group_desc)
+    return _some(group, tuple(ranks[group.rank() // size * size :][:size]))
+
+
+@cache
+def _some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=group.group_desc)

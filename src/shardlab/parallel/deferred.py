@@ -1,0 +1,105 @@
+"""The gradients of weights, put off: backward computes those of the inputs now, and those of the weights when asked.
+
+Y = X Wᵀ has two gradients, dX = dY W and dW = dYᵀ X. The stage before waits for dX; for dW nobody waits until the
+optimizer's step. Zero-bubble schedules compute it where a rank would stand idle (Qi et al., arXiv:2401.10241, §2.1).
+What is put off keeps X and dY of each layer until then. All matrices of linear layers are; norms, biases and the
+embedding, whose gradients take next to no time, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+
+class Deferred:
+    """The weight gradients that one backward pass has put off: (weight, dY (tokens, out), X (tokens, in)) of each."""
+
+    def __init__(self):
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, weight: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
+        """Put off dYᵀ X."""
+        self._parts.append((weight, given, x))
+
+    def compute(self) -> None:
+        """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come."""
+        parts, self._parts = self._parts, []
+        if parts:
+            torch.autograd.backward([_Gradient.apply(*part) for part in parts])
+
+
+_open: list[Deferred] = []  # the innermost `deferring` last; of the process, which is the rank
+
+
+def now() -> Deferred | None:
+    """What to put weight gradients off to, of the innermost `deferring` around the call; None outside of any."""
+    return _open[-1] if _open else None
+
+
+@contextmanager
+def deferring(later: Deferred) -> Iterator[None]:
+    """Put off to `later` the weight gradients of all linear layers that run forward in the block.
+
+    A backward pass that computes layers again belongs in such a block too. (On a GPU it does so in a thread of
+    autograd's own, which the block does not reach: the gradients of such layers are computed at once.)
+    """
+    _open.append(later)
+    try:
+        with _Intercept():
+            yield
+    finally:
+        _open.pop()
+
+
+class _Intercept(TorchFunctionMode):
+    """Sees every call of F.linear, whichever module makes it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and torch.is_grad_enabled():
+            return _linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not weight.requires_grad or not weight.is_leaf:
+        return F.linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias, _open[-1])
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear, whose backward puts the weight's gradient off."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, later):
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, given):
+        x, weight = ctx.saved_tensors
+        ctx.later.add(weight, given.flatten(0, -2), x.flatten(0, -2))
+        return (given @ weight if ctx.needs_input_grad[0] else None, None,
+                given.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None)
+
+
+class _Gradient(torch.autograd.Function):
+    """A number that stands for nothing, with dYᵀ X as its gradient in the weight."""
+
+    @staticmethod
+    def forward(ctx, weight, given, x):
+        ctx.save_for_backward(given, x)
+        return given.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        given, x = ctx.saved_tensors
+        return given.t() @ x, None, None

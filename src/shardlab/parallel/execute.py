@@ -1,0 +1,169 @@
+"""Runs a schedule: every rank does its list, action by action, and passes on what each has made.
+
+There is no schedule in here. What is proved by `schedule.check`, drawn and priced is what runs, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..comm import Handle, ops, recv, send, work
+from ..model.head import IGNORED
+from ..model.transformer import Transformer
+from ..schedule import Action, Orders, check, placement, size
+from .data import no_sync
+from .deferred import Deferred, deferring
+from .pipeline import Pipeline, Stage
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
+Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
+
+
+def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: int | None = None) -> torch.Tensor:
+    """Forward and backward of all micro-batches, or forward alone where the schedule has no backward.
+
+    Every rank of the pipeline calls it, with the same schedule and micro-batches, whose sizes may differ. Returns, on
+    every rank, the loss of them all: their sum ÷ `valid`, which is the number of their labels if it is None; see
+    `head.cross_entropy`. Gradients add up in the parameters: call `grads.finish(model)` after the last `run` of a step.
+    Raises ValueError where the schedule is not right (`schedule.check`), is for other stages than the model was cut
+    for, or for another number of micro-batches.
+    """
+    if valid is None:
+        valid = sum(int((labels != IGNORED).sum()) for _, labels in parts)
+    total: list[torch.Tensor] = []
+
+    def loss(i: int, stream: torch.Tensor) -> torch.Tensor:
+        tokens, labels = parts[i]
+        each = model.lm_head(stream, labels, valid, tokens.shape)
+        total.append(each.detach().double())
+        return each
+
+    trains = any(action.kind == "B" or action.kind == "I" for order in orders for action in order)
+    with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
+        pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss)
+    last = pipeline.rank_of(pipeline.count - 1)
+    device = parts[0][0].device
+    out = sum(total, torch.zeros((), dtype=torch.float64, device=device))
+    return ops.broadcast(out, last, pipeline.group)
+
+
+@torch.no_grad()
+def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The logits (batch, seq, vocab) of each of the `parts`, token ids (batch, seq): on the rank of the last stage, on
+    the others None. `orders` is a schedule without backward, such as `schedule.forward_only`. Raises as `run` does."""
+    out: dict[int, torch.Tensor] = {}
+
+    def keep(i: int, stream: torch.Tensor) -> torch.Tensor:
+        out[i] = model.lm_head(stream, shape=parts[i].shape)
+        return out[i]
+
+    pipeline = _execute(model, orders, parts, keep)
+    return [out[i] for i in range(len(parts))] if pipeline.count - 1 in pipeline.mine else None
+
+
+def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor],
+             end: Callable[[int, torch.Tensor], torch.Tensor]) -> Pipeline:
+    """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream."""
+    pipeline: Pipeline | None = getattr(model, "pipeline", None)
+    if pipeline is None:
+        raise ValueError("this model has no pipeline: pipeline.cut it first, for this schedule")
+    check(orders)
+    if placement(orders) != pipeline.stages:
+        raise ValueError(f"the schedule has stages {placement(orders)} on the ranks, and the model was cut for "
+                         f"{pipeline.stages}: give pipeline.cut the schedule that it is to run")
+    if size(orders)[1] != len(parts):
+        raise ValueError(f"the schedule is for {size(orders)[1]} micro-batches, and there are {len(parts)}")
+    own = _Rank(model, pipeline, orders[pipeline.group.rank()], parts, end)
+    for action in own.order:
+        own.do[action.kind](action)
+    own.close()
+    return pipeline
+
+
+class _Rank:
+    """What a rank holds while it does its list."""
+
+    def __init__(self, model: Transformer, pipeline: Pipeline, order: Sequence[Action],
+                 parts: Sequence[torch.Tensor], end: Callable[[int, torch.Tensor], torch.Tensor]):
+        self.model, self.pipeline, self.order, self.parts, self.end = model, pipeline, order, parts, end
+        self.do = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights, "send F": self.send,
+                   "send B": self.send, "recv F": self.recv, "recv B": self.recv}
+        self.split = {(a.stage, a.microbatch) for a in order if a.kind == "I"}  # whose backward is in two halves
+        self.made: dict[Key, torch.Tensor] = {}  # here, and neither used nor sent yet
+        self.coming: dict[Key, Handle] = {}
+        self.going: dict[int, Handle] = {}  # the last message to each rank: the next one waits for it
+        # of each forward pass whose backward is to come: its input, and where backward begins
+        self.live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
+        self.later = {each: Deferred() for each in self.split}
+
+    def forward(self, action: Action) -> None:
+        _, number, i, _ = action
+        stage = self.pipeline.mine[number]
+        x = None if stage.first else self.take("F", number - 1, i)
+        trains = torch.is_grad_enabled()
+        if x is not None and trains:
+            x.requires_grad_()
+        with work("F", number, i), self.deferring(number, i):
+            out = self.compute(stage, x, i)
+        if trains:
+            # the edge, not the tensor: what has been sent need not be kept
+            root = None if not out.requires_grad else out if stage.last else get_gradient_edge(out)
+            self.live[number, i] = x, root
+        if not stage.last:
+            self.made["F", number, i] = out.detach()
+
+    def compute(self, stage: Stage, x: torch.Tensor | None, i: int) -> torch.Tensor:
+        model, tokens = self.model, self.parts[i]
+        x = model.embed_tokens(tokens) if x is None else x
+        layers = (model.layers[str(layer)] for layer in stage.layers)  # type: ignore[call-overload]
+        x = model.through(layers, x, tokens.shape)
+        return self.end(i, model.norm(x)) if stage.last else x
+
+    def backward(self, action: Action) -> None:
+        """B, or I: with what is put off it is the same."""
+        kind, number, i, _ = action
+        given = None if self.pipeline.mine[number].last else self.take("B", number + 1, i)
+        x, root = self.live.pop((number, i))
+        with work(kind, number, i), self.deferring(number, i):
+            if root is not None:  # else nothing up to here is trained
+                torch.autograd.backward(root, given)
+        if x is not None:
+            assert x.grad is not None
+            self.made["B", number, i] = x.grad
+
+    def weights(self, action: Action) -> None:
+        _, number, i, _ = action
+        with work("W", number, i):
+            self.later.pop((number, i)).compute()
+
+    def deferring(self, number: int, i: int):
+        return deferring(self.later[number, i]) if (number, i) in self.split else nullcontext()
+
+    def recv(self, action: Action) -> None:
+        what = kind, number, i = action.kind[-1], action.stage, action.microbatch
+        source = self.pipeline.rank_of(number)
+        room = self.pipeline.stream(self.model, self.parts[i].shape)
+        self.coming[what] = recv(room, source, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
+
+    def send(self, action: Action) -> None:
+        what = kind, number, i = action.kind[-1], action.stage, action.microbatch
+        to = self.pipeline.rank_of(number + 1 if kind == "F" else number - 1)
+        if to in self.going:
+            self.going[to].wait()  # and so one tensor at a time is kept for each neighbour
+        self.going[to] = send(self.made.pop(what), to, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
+
+    def take(self, *what) -> torch.Tensor:
+        """What another stage has made, here or on another rank."""
+        return self.coming.pop(what).wait() if what in self.coming else self.made.pop(what)
+
+    def close(self) -> None:
+        for handle in self.going.values():
+            handle.wait()
+
+
+def _told(kind: str, number: int, i: int) -> str:
+    return str(Action(kind, number, i))
