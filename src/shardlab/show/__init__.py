@@ -7,9 +7,10 @@ from .held import over_cards, stacked
 from .latency import latency
 from .measured import measured
 from .palette import AXES, WORK
+from .pipeline import pipeline
 from .steps import steps
 from .timeline import timeline
 from .verdict import verdict
 
 __all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "latency", "measured",
-           "over_cards", "stacked", "steps", "through_a_block", "timeline", "verdict", "wire"]
+           "over_cards", "pipeline", "stacked", "steps", "through_a_block", "timeline", "verdict", "wire"]
