@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..comm import Handle, ops, recv, send, work
+from ..comm import Handle, ops, phase, recv, send, work
 from ..model.head import IGNORED
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
@@ -147,14 +147,17 @@ class _Rank:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch
         source = self.pipeline.rank_of(number)
         room = self.pipeline.stream(self.model, self.parts[i].shape)
-        self.coming[what] = recv(room, source, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
+        with _toward(kind):
+            self.coming[what] = recv(room, source, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
 
     def send(self, action: Action) -> None:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch
         to = self.pipeline.rank_of(number + 1 if kind == "F" else number - 1)
         if to in self.going:
             self.going[to].wait()  # and so one tensor at a time is kept for each neighbour
-        self.going[to] = send(self.made.pop(what), to, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
+        x, tag = self.made.pop(what), _told(kind, number, i)
+        with _toward(kind):
+            self.going[to] = send(x, to, self.pipeline.group, async_op=True, tag=tag)
 
     def take(self, *what) -> torch.Tensor:
         """What another stage has made, here or on another rank."""
@@ -163,6 +166,11 @@ class _Rank:
     def close(self) -> None:
         for handle in self.going.values():
             handle.wait()
+
+
+def _toward(kind: str):
+    """Gradients travel outside of autograd's backward pass, and belong to it."""
+    return phase("backward") if kind == "B" else nullcontext()
 
 
 def _told(kind: str, number: int, i: int) -> str:
