@@ -1,5 +1,7 @@
 """What readers do wrong with replicas and gradients: nothing of it is silent. What only looks wrong is right."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -174,3 +176,18 @@ def test_no_sync_is_for_a_plain_model_too():
         backward(model, 0)
     backward(twin, 0)
     assert apart(model, twin) == 0
+
+
+def moved(group, stage):
+    """What is said where parameters would leave their rows; what changes nothing is let through."""
+    model = build()
+    zero.shard(model, torch.optim.SGD(model.parameters()), group, stage) if stage else data.replicate(model, group)
+    model.to("cpu").double().train()
+    return [said(RuntimeError, call) for call in (model.float, lambda: model.to(torch.bfloat16),
+                                                  lambda: copy.deepcopy(model))]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_with_a_data_axis_is_not_converted_and_not_copied(pool, stage):
+    for converted, low, copied in pool(2).run(moved, stage):
+        assert converted == low and "before it is replicated or sharded" in converted and "copy the plain" in copied

@@ -40,6 +40,7 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
     count(model, group)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.reducer = Reducer(buckets(trained[::-1], 1, bucket_bytes), group)  # type: ignore[assignment]
+    stay(model)
     return model
 
 
@@ -67,6 +68,21 @@ def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _described(told: list[int]) -> str:
     return "{} tensors, {} trained, of {:,} numbers".format(*told)
+
+
+def stay(model: nn.Module) -> None:
+    """Have `model.to(…)`, `.half()` and the like raise RuntimeError where they would take parameters out of the rows
+    that are sent."""
+    move = model._apply
+
+    def refuse(fn, *args, **kwargs):
+        one = next(model.parameters(), None)
+        if one is not None and fn(one) is not one:
+            raise RuntimeError("this model has a data axis, whose rows its parameters lie in: move or convert it "
+                               "before it is replicated or sharded")
+        return move(fn, *args, **kwargs)
+
+    model._apply = refuse  # type: ignore[method-assign]
 
 
 def count(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,8 @@ class Gathering:
         self.held = {row: held for unit in self.units for row, held in unit.held.items()}
         self.opened = False
         self._over = over
-        self._left: Counter[Unit] = Counter()  # how often backward has yet to come by
+        # the runs that backward has yet to come by; those whose graph is thrown away are forgotten
+        self._left: dict[Unit, WeakSet[_Run]] = {unit: WeakSet() for unit in self.units}
         for i, module in enumerate((model.embed_tokens, *model.layers, model.norm)):
             self._hook(module, i, lasts=module is model.norm)
         self._hook(model.lm_head, len(self.order) - 1)
@@ -106,7 +107,8 @@ class Gathering:
 
     def finish(self) -> None:
         """No backward pass is to come of what forward has done."""
-        self._left.clear()
+        for runs in self._left.values():
+            runs.clear()
 
     def open(self) -> None:
         """Gather everything, until `close`."""
@@ -131,30 +133,37 @@ class Gathering:
         """Have unit `i` there when `module` runs, and again for its backward; free it after, unless it `lasts`."""
 
         def before(*_) -> None:
+            if i == 0:  # what a forward pass has left whose graph was thrown away
+                for unit in self.units:
+                    if not self._left[unit]:
+                        unit.free()
             self.order[i].wait()
             if i + 1 < len(self.order):
                 self.order[i + 1].fetch()
 
         def after(_module, _args, output: torch.Tensor) -> None:
             if output.requires_grad:
-                self._left[self.order[i]] += i > 0
-                output.register_hook(lambda _: self._backward(i))
+                run = _Run()
+                if i > 0:
+                    self._left[self.order[i]].add(run)
+                output.register_hook(lambda _: self._backward(i, run))
             if not lasts and not (output.requires_grad and i == len(self.order) - 1):
                 self.order[i].free()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def _backward(self, i: int) -> None:
-        """Backward comes to unit `i`, and is through with those after it. The embedding, 0, needs no weights for it."""
-        self._left[self.order[i]] -= i > 0
+    def _backward(self, i: int, run: _Run) -> None:
+        """Backward comes to a run of unit `i`, and is through with those after it. The embedding, 0, needs no weights
+        for it."""
+        self._left[self.order[i]].discard(run)
         for later in reversed(self.order[i + 1 :]):
-            if self._left[later] > 0:  # it has run more than once, and backward goes through all of that
+            if self._left[later]:  # it has run more than once, and backward goes through all of that
                 break
             if later is not self.order[0]:
                 self._over(later)
         needed = [self.order[i]] if i > 0 else []
-        if i > 1 and self._left[self.order[i - 1]] > 0:  # else no gradient goes there
+        if i > 1 and self._left[self.order[i - 1]]:  # else no gradient goes there
             needed.append(self.order[i - 1])
         for other in self.units:
             if other not in needed:
@@ -162,6 +171,10 @@ class Gathering:
         if needed:
             needed[0].wait()
             needed[-1].fetch()
+
+
+class _Run:
+    """One forward pass of a unit; it lives as long as the graph that it is a part of."""
 
 
 def parts(model: Transformer) -> Iterator[list[nn.Parameter]]:

@@ -79,6 +79,10 @@ class Reducer:
         for parameter in self._of:
             parameter.register_post_accumulate_grad_hook(lambda each: (call := accumulated()) and call(each))
 
+    def __deepcopy__(self, *_) -> Reducer:
+        raise RuntimeError("a model with a data axis can't be copied: copy the plain one and cut the copy, or take its "
+                           "state_dict (under ZeRO inside zero.gathered)")
+
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient is one of those that are summed."""
         return parameter in self._of

@@ -23,7 +23,7 @@ from ..comm import ops, phase
 from ..model.parameters import off_meta
 from ..model.transformer import Transformer
 from ..specs.rows import BUCKET
-from .data import agree, count
+from .data import agree, count, stay
 from .flat import Flat, Slice, buckets
 from .gathering import Gathering, Unit
 from .reducer import LEFT, Bucket, Reducer
@@ -63,6 +63,7 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     model.reducer = reducer  # type: ignore[assignment]
     model.zero_grad = reducer.zero_grad  # type: ignore[method-assign]
     guard(reducer, model, optimizer)
+    stay(model)
     return model
 
 
@@ -124,8 +125,11 @@ class Stage1(Reducer):
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # which knows of more than the parts
 
     def send(self, bucket: Bucket):
+        # one under way at a time, since gloo copies what it is given; stages 2 and 3 hold two rows at most so
+        for other in self.buckets:
+            self.wait(other)
         assert bucket.row is not None
-        mine = self.weights.slices[bucket.flat].of(bucket.row)
+        mine = None if self.repeats else self.weights.slices[bucket.flat].of(bucket.row)
         return ops.reduce_scatter(bucket.row, group=self.group, async_op=True, out=mine)
 
     def settle(self, bucket: Bucket, result: torch.Tensor) -> None:
@@ -189,12 +193,6 @@ class Stage2(Stage1):
     """Gradients are whole only until their bucket is sent, in each backward pass; what is kept is the slices' sum."""
 
     repeats = True
-
-    def send(self, bucket: Bucket):
-        for other in self.buckets:  # one under way at a time, so that two rows of gradients are held at most
-            self.wait(other)
-        assert bucket.row is not None
-        return ops.reduce_scatter(bucket.row, group=self.group, async_op=True)
 
     def settle(self, bucket: Bucket, result: torch.Tensor) -> None:
         super().settle(bucket, result)
