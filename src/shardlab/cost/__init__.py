@@ -12,6 +12,7 @@ from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
 from .memory import MemoryBill, Part, memory
 from .messages import ALGORITHMS, Message, messages
+from .pipeline import PipelineBill, pipeline, weight_versions
 from .serve_way import Serve
 from .serving import serving
 from .step import Step
@@ -32,10 +33,10 @@ from .train_rungs import Train
 from .training import training
 from .transfers import seconds as transfer_seconds
 
-__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Fit", "MemoryBill", "Message", "Part", "Plan",
-           "Roofline", "Row", "Serve", "Step", "Timeline", "Times", "TrafficBill", "Train", "activations", "algbw",
-           "bound", "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "fastest",
-           "fit", "forward_flops", "forward_peak", "hops", "idle_by_formula", "korthikanti", "kv_cache",
-           "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "prefill_floor",
+__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Fit", "MemoryBill", "Message", "Part", "PipelineBill",
+           "Plan", "Roofline", "Row", "Serve", "Step", "Timeline", "Times", "TrafficBill", "Train", "activations",
+           "algbw", "bound", "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor",
+           "fastest", "fit", "forward_flops", "forward_peak", "hops", "idle_by_formula", "korthikanti", "kv_cache",
+           "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline", "prefill_floor",
            "requests_that_fit", "selective_flops", "serial_bytes", "serving", "timeline", "traffic", "training",
-           "training_flops", "transfer_seconds", "utilisation", "wire"]
+           "training_flops", "transfer_seconds", "utilisation", "weight_versions", "wire"]

@@ -33,14 +33,19 @@ class Collective:
     @property
     def wire(self) -> float:
         """Bytes that a rank sends for one call if a ring does it, or a broadcast goes down a tree: derived, not
-        counted; the mean over ranks, where they send differently."""
+        counted; the mean over ranks, where they send differently. Of a single message, what its sender sends."""
+        if self.op in ("send", "recv"):
+            return self.payload if self.op == "send" else 0
         if self.op == "broadcast":  # each rank but the root gets it once
             return (self.ranks - 1) / self.ranks * self.payload
         return serial_bytes(self.op, "ring", self.payload, self.ranks)
 
     @property
     def hops(self) -> int:
-        """Messages that follow one another in one call, in a ring; a broadcast's go down a tree."""
+        """Messages that follow one another in one call, in a ring; a broadcast's go down a tree. A single message is
+        its sender's."""
+        if self.op in ("send", "recv"):
+            return int(self.op == "send")
         return hops(self.op, "tree" if self.op == "broadcast" else "ring", self.ranks)
 
 

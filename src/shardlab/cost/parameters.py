@@ -24,8 +24,37 @@ class Parameter(NamedTuple):
     trained: bool
 
 
+class Stage(NamedTuple):
+    """A stage of a pipeline: some layers, before them the embedding if it is `first`, behind them norm and head if it
+    is `last`. A model that is not cut is both."""
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+    @property
+    def what(self) -> str:
+        """In words: "layers 0–9, embedding"."""
+        n = self.layers
+        layers = [f"layers {n[0]}–{n[-1]}" if len(n) > 1 else f"layer {n[0]}"] if n else []
+        ends = [name for name, there in (("embedding", self.first), ("norm, head", self.last)) if there]
+        return ", ".join(layers + ends) or "no layer"
+
+
 class Parameters(tuple[Parameter, ...]):
     """The parameters of a rank in the model's order; a tied head is the embedding, and not listed again."""
+
+    def of(self, stages: Collection[Stage], tied: bool) -> Parameters:
+        """Those that the stages are made of; a last one has the embedding too, where the head is `tied` to it."""
+        layers = {layer for stage in stages for layer in stage.layers}
+        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+        table = first or (last and tied)
+        return Parameters(
+            each for each in self
+            if (each.layer in layers if each.layer is not None
+                else (table if each.name == "embed_tokens.weight" else first) if each.name.startswith("embed_")
+                else last))
 
     @property
     def trained(self) -> list[Parameter]:

@@ -140,24 +140,52 @@ class Saved:
 
     def ends(self) -> list[Term]:
         """What is kept outside the layers, but for the loss: for embedding, rotation and head."""
+        return [*self.embedding(), *self.rotation(), *self.head()]
+
+    def embedding(self) -> list[Term]:
+        """What the embedding keeps: which rows it has looked up."""
         out = [Term("token ids", self.gathered, 1, 8)]
         if self.tp > 1:
             out.append(Term("own tokens", self.gathered, 1, 1))
         if self.spec.learned_positions:
             out.append(Term("positions", self.seq, 1, 8, "position"))
-        else:
-            turned = self.spec.latent.rope_dim if self.spec.latent else self.spec.head_dim
-            out.append(Term("cos and sin", self.seq, 2 * turned, self.width, "position"))
-        return [*out, *self.stream_norm("last norm"), self._in("head in")]
+        return out
 
-    def loss(self) -> list[Term]:
-        """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's logits."""
+    def rotation(self) -> list[Term]:
+        """What all layers that are together turn queries and keys by."""
+        if self.spec.learned_positions:
+            return []
+        turned = self.spec.latent.rope_dim if self.spec.latent else self.spec.head_dim
+        return [Term("cos and sin", self.seq, 2 * turned, self.width, "position")]
+
+    def head(self) -> list[Term]:
+        """What is kept between the last layer and the logits."""
+        return [*self.stream_norm("last norm"), self._in("head in")]
+
+    def layer_put_off(self) -> list[Term]:
+        """What a layer of the Llama kind keeps for weight gradients that are put off (`parallel.deferred`): of each
+        matrix its input, gathered where it was cut, and the gradient of its output."""
+        part = padded(self.spec.ffn, self.tp) // self.tp
+        queries, keys = self.query_heads * self.spec.head_dim, self.key_heads * self.spec.head_dim
+        return [self._whole("q, k, v in", self.spec.hidden), self._each("attention out", queries),
+                self._whole("mlp in", self.spec.hidden), self._whole("product", part),
+                self._whole("gradients of q, k, v", queries + 2 * keys), self._whole("of o", self.spec.hidden),
+                self._whole("of gate and up", 2 * part), self._whole("of down", self.spec.hidden)]
+
+    def head_put_off(self) -> list[Term]:
+        """The same of the head."""
+        return [self._whole("head in", self.spec.hidden), self._whole("gradients of logits", self._columns)]
+
+    def loss(self, valid: bool = False) -> list[Term]:
+        """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's logits. `valid` says
+        whether it is given the number of labels, which a cut one then has not to keep."""
         if self.tp == 1:
             return [self._each("log-softmax", self.spec.vocab, self.precise), self._each("labels", 1, 8),
                     Term("number of labels", 1, 1, self.precise, "sum")]
+        number = [] if valid else [Term("number of labels", 1, 1, 8, "sum")]
         return [Term("logits", self.gathered, self._columns, self.width),
                 self._each("largest logit, sum, target", 3, self.precise), self._each("own labels", 1, 8 + 1),
-                self._each("which have a label", 1, 1), Term("number of labels", 1, 1, 8, "sum")]
+                self._each("which have a label", 1, 1), *number]
 
     def logits(self) -> Term:
         """The largest moment of the loss. Backward has log-probabilities and two gradients like them at once; over a
@@ -194,6 +222,10 @@ class Saved:
     def _in(self, what: str) -> Term:
         """What cut layers take in: gathered, or the slice that backward will gather again."""
         return Term(what, self.between if self.layout.sp == "again" else self.gathered, self.spec.hidden, self.width)
+
+    def _whole(self, what: str, numbers: int) -> Term:
+        """So many numbers for each token that a cut layer takes in."""
+        return Term(what, self.gathered, numbers, self.width)
 
     def _each(self, what: str, numbers: int, width: int | None = None) -> Term:
         """So many numbers for each token."""

@@ -15,26 +15,32 @@ from dataclasses import dataclass
 
 from ..specs import Dtype, Layout, ModelSpec, padded
 from .collective import Collective, Phase
-from .parameters import Parameter, Parameters
+from .parameters import Parameter, Parameters, Stage
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The calls of one rank over its tensor axis, in one pass of `tokens` tokens."""
+    """The calls of one rank over its tensor axis, in one pass of `tokens` tokens through the model, or through a stage
+    of it, whose input backward comes to always. `parameters` are the whole model's."""
 
     spec: ModelSpec
     parameters: Parameters
     layout: Layout
     tokens: int
     dtype: Dtype
+    stage: Stage | None = None
+
+    @property
+    def _part(self) -> Stage:
+        return self.stage or Stage(0, range(self.spec.layers), True, True)
 
     def forward(self) -> Iterator[Collective]:
         """Sums of what the ranks looked up or computed in part; with a cut sequence, slices are gathered before."""
-        yield self._out("forward", "embedding", 1)
+        yield self._out("forward", "embedding", int(self._part.first))
         for block in ("attention", "mlp"):
-            yield from self._in("forward", f"{block} in", self.spec.layers)
-            yield self._out("forward", f"{block} out", self.spec.layers)
-        yield from self._in("forward", "head in", 1)
+            yield from self._in("forward", f"{block} in", len(self._part.layers))
+            yield self._out("forward", f"{block} out", len(self._part.layers))
+        yield from self._in("forward", "head in", int(self._part.last))
 
     def loss(self) -> Iterator[Collective]:
         """Cross-entropy over a cut vocabulary: the largest logit, then exponentials and the target's logit."""
@@ -57,17 +63,18 @@ class TensorAxis:
             yield from self._in("backward", "attention in, again", count)
             yield self._out("backward", "attention out, again", count)
             yield from self._in("backward", "mlp in, again", count)
-        yield from self._back("head in", int(self.parameters.reached("norm.weight")), self._trains("lm_head"))
+        head = self._part.last
+        yield from self._back("head in", int(head and self._reached("norm.weight")), head and self._trains("lm_head"))
         for block, norm, last, first in (
                 ("mlp", "post_attention_layernorm", "mlp.down_proj", ("mlp.gate_proj", "mlp.up_proj")),
                 ("attention", "input_layernorm", "self_attn.o_proj",
                  ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))):
             if self.layout.sp:
                 yield self._sliced("all_gather", "backward", f"{block} out", self._layers(f"{last}.weight"))
-            wanted = sum(any(self._trains(f"layers.{i}.{name}") for name in first) for i in range(self.spec.layers))
+            wanted = sum(any(self._trains(f"layers.{i}.{name}") for name in first) for i in self._part.layers)
             yield from self._back(f"{block} in", self._layers(f"{norm}.weight"), wanted)
         if self.layout.sp:
-            looked_up = int(self.parameters.reached("embed_tokens.weight"))
+            looked_up = int(self._part.first and self._reached("embed_tokens.weight"))
             yield self._sliced("all_gather", "backward", "embedding", looked_up)
 
     def finish(self, held: dict[str, int], width: int) -> Iterator[Collective]:
@@ -96,7 +103,10 @@ class TensorAxis:
 
     def _layers(self, name: str) -> int:
         """In how many layers backward comes to the output of that weight."""
-        return sum(self.parameters.reached(f"layers.{i}.{name}") for i in range(self.spec.layers))
+        return sum(self._reached(f"layers.{i}.{name}") for i in self._part.layers)
+
+    def _reached(self, name: str) -> bool:
+        return not self._part.first or self.parameters.reached(name)
 
     def _in(self, phase: Phase, what: str, count: int) -> Iterator[Collective]:
         """Into cut layers: a whole stream is there, a cut one is gathered."""

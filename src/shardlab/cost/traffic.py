@@ -132,7 +132,7 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
         calls += [replace(call, count=call.count * passes) for call in one]
     if backward:
         calls += _ending(data, tensor, coordinate, clip or loop)
-    return TrafficBill(spec, layout, batch, seq, kept, tuple(_merged(calls)), recompute, passes)
+    return TrafficBill(spec, layout, batch, seq, kept, tuple(merged(calls)), recompute, passes)
 
 
 def _ending(data: DataAxis, tensor: TensorAxis, coordinate: int | None, clip: bool) -> Iterator[Collective]:
@@ -148,7 +148,7 @@ def _ending(data: DataAxis, tensor: TensorAxis, coordinate: int | None, clip: bo
         yield from data.step()
 
 
-def _merged(calls: Iterable[Collective]) -> Iterator[Collective]:
+def merged(calls: Iterable[Collective]) -> Iterator[Collective]:
     """Equal calls in one line, none where there is no call."""
     counts: dict[Collective, int] = {}
     for call in calls:
