@@ -12,15 +12,18 @@ from .transfers import with_transfers
 
 
 def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
-    """All forward passes, then all backward passes (Huang et al., arXiv:1811.06965, §2.3)."""
+    """All forward passes, then all backward passes (Huang et al., arXiv:1811.06965,
+    §2.3)."""
     whole(ranks=ranks, microbatches=microbatches)
     every = range(microbatches)
-    return with_transfers([[*(F(rank, i) for i in every), *(B(rank, i) for i in every)] for rank in range(ranks)])
+    return with_transfers([[*(F(r, i) for i in every), *(B(r, i) for i in every)]
+                           for r in range(ranks)])
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
-    """As many forward passes as there are stages behind this one, then forward and backward in turn, then the backward
-    passes that are left (PipeDream-Flush: Narayanan et al., arXiv:2006.09503; arXiv:2104.04473, §2.2.1)."""
+    """As many forward passes as there are stages behind this one, then forward and
+    backward in turn, then the backward passes that are left (PipeDream-Flush:
+    Narayanan et al., arXiv:2006.09503; arXiv:2104.04473, §2.2.1)."""
     whole(ranks=ranks, microbatches=microbatches)
     orders = []
     for rank in range(ranks):
@@ -28,7 +31,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
         order = [F(rank, i) for i in range(ahead)]
         for i in range(microbatches - ahead):
             order += [F(rank, ahead + i), B(rank, i)]
-        orders.append(order + [B(rank, i) for i in range(microbatches - ahead, microbatches)])
+        order += [B(rank, i) for i in range(microbatches - ahead, microbatches)]
+        orders.append(order)
     return with_transfers(orders)
 
 

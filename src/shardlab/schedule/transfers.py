@@ -13,7 +13,8 @@ from .clock import clock
 
 
 def with_transfers(orders: Orders) -> list[list[Action]]:
-    """The lists of computing actions with a send and a receive wherever one rank needs what another has made.
+    """The lists of computing actions with a send and a receive wherever one rank needs
+    what another has made.
 
     Raises ValueError as `clock` does.
     """
@@ -21,18 +22,20 @@ def with_transfers(orders: Orders) -> list[list[Action]]:
     spans = clock(orders)
     rank_of = {(span.action.stage, span.action.microbatch): rank
                for rank, mine in enumerate(spans) for span in mine if span.action.kind == "F"}
-    forward_only = not any(span.action.kind in "BI" for mine in spans for span in mine)
-    # (when, message before the next pass, in what order at that time, what)
+    trains = any(span.action.kind in "BI" for mine in spans for span in mine)
+    # (when, a message before the next pass, in what order at that time), what
     events: list[list[tuple[float, int, tuple[int, ...], Action]]] = [
         [(span.start, 1, (i,), span.action) for i, span in enumerate(mine)] for mine in spans]
     for rank, mine in enumerate(spans):
         for i, (action, _, end) in enumerate(mine):
             kind, stage, microbatch, _ = action
             following = stage + 1 if kind == "F" else stage - 1
-            if kind == "W" or not 0 <= following < stages or (forward_only and kind != "F"):
+            if kind == "W" or not 0 <= following < stages or not (trains or kind == "F"):
                 continue
             peer = rank_of.get((following, microbatch), rank)
             if peer != rank:
-                events[rank].append((end, 0, (rank, i), Action(SENDS[kind], stage, microbatch)))
-                events[peer].append((end, 0, (rank, i), Action(RECEIVES[kind], stage, microbatch)))
-    return [[action for *_, action in sorted(mine, key=lambda event: event[:3])] for mine in events]
+                at = end, 0, (rank, i)
+                events[rank].append((*at, Action(SENDS[kind], stage, microbatch)))
+                events[peer].append((*at, Action(RECEIVES[kind], stage, microbatch)))
+    return [[action for *_, action in sorted(mine, key=lambda event: event[:3])]
+            for mine in events]
