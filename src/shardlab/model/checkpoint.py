@@ -97,6 +97,8 @@ def save(model: Transformer, folder: str | Path) -> None:
         cut = cut or parameter.untyped_storage().nbytes() < parameter.nbytes  # by ZeRO-3, and not gathered
         if cut or parameter.is_meta:
             raise ValueError(f"{name} is {'cut' if cut else 'on meta'}: save the whole model")
+    if missing := whole.keys() - parameters.keys():
+        raise ValueError(f"{min(missing)} is on another rank: save the whole model")
     write(model.spec, {names[0]: parameter for names, parameter in distinct(model)}, folder)
 
 

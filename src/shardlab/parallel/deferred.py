@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 
 class Deferred:
@@ -34,6 +33,7 @@ class Deferred:
             torch.autograd.backward([_Gradient.apply(*part) for part in parts])
 
 
+_plain = F.linear
 _open: list[Deferred] = []  # the innermost `deferring` last; of the process, which is the rank
 
 
@@ -46,29 +46,21 @@ def now() -> Deferred | None:
 def deferring(later: Deferred) -> Iterator[None]:
     """Put off to `later` the weight gradients of all linear layers that run forward in the block.
 
-    A backward pass that computes layers again belongs in such a block too. (On a GPU it does so in a thread of
-    autograd's own, which the block does not reach: the gradients of such layers are computed at once.)
+    A backward pass that computes layers again belongs in such a block too. What is replaced in it is F.linear, which
+    all of them call: a mode of PyTorch's (`torch.overrides`) is off inside of backward, which runs as one call.
     """
     _open.append(later)
+    F.linear = _linear  # type: ignore[assignment]
     try:
-        with _Intercept():
-            yield
+        yield
     finally:
         _open.pop()
-
-
-class _Intercept(TorchFunctionMode):
-    """Sees every call of F.linear, whichever module makes it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and torch.is_grad_enabled():
-            return _linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        F.linear = _linear if _open else _plain  # type: ignore[assignment]
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not weight.requires_grad or not weight.is_leaf:
-        return F.linear(input, weight, bias)
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return _plain(input, weight, bias)
     return _Linear.apply(input, weight, bias, _open[-1])
 
 
@@ -78,14 +70,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, later):
         ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return F.linear(x, weight, bias)
+        ctx.weight, ctx.later = weight, later  # itself: what recomputation or a hook saves comes back as another tensor
+        return _plain(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, given):
         x, weight = ctx.saved_tensors
-        ctx.later.add(weight, given.flatten(0, -2), x.flatten(0, -2))
+        ctx.later.add(ctx.weight, given.flatten(0, -2), x.flatten(0, -2))
         return (given @ weight if ctx.needs_input_grad[0] else None, None,
                 given.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None)
 

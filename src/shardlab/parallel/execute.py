@@ -30,25 +30,30 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
     every rank, the loss of them all: their sum ÷ `valid`, which is the number of their labels if it is None; see
     `head.cross_entropy`. Gradients add up in the parameters: call `grads.finish(model)` after the last `run` of a step.
     Raises ValueError where the schedule is not right (`schedule.check`), is for other stages than the model was cut
-    for, or for another number of micro-batches.
+    for, or for another number of micro-batches, where a micro-batch has not a label for every token, and where a data
+    axis sums the gradients and `valid`, which only its ranks know together, is not given.
     """
+    trains = any(action.kind == "B" or action.kind == "I" for order in orders for action in order)
+    for i, (tokens, labels) in enumerate(parts):
+        if tokens.shape != labels.shape:
+            raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}, in "
+                             f"micro-batch {i}")
     if valid is None:
+        if trains and (reducer := getattr(model, "reducer", None)) is not None and reducer.group.size() > 1:
+            raise ValueError(f"gradients are summed over {reducer.group.size()} ranks of the data axis, so give the "
+                             "number of labels of all: valid = loss.valid_tokens(labels, group)")
         valid = sum(int((labels != IGNORED).sum()) for _, labels in parts)
-    total: list[torch.Tensor] = []
+    total = parts[0][0].new_zeros((), dtype=torch.float64) if parts else torch.zeros((), dtype=torch.float64)
 
     def loss(i: int, stream: torch.Tensor) -> torch.Tensor:
         tokens, labels = parts[i]
         each = model.lm_head(stream, labels, valid, tokens.shape)
-        total.append(each.detach().double())
+        total.add_(each.detach())
         return each
 
-    trains = any(action.kind == "B" or action.kind == "I" for order in orders for action in order)
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
         pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss)
-    last = pipeline.rank_of(pipeline.count - 1)
-    device = parts[0][0].device
-    out = sum(total, torch.zeros((), dtype=torch.float64, device=device))
-    return ops.broadcast(out, last, pipeline.group)
+    return ops.broadcast(total, pipeline.rank_of(pipeline.count - 1), pipeline.group)
 
 
 @torch.no_grad()
@@ -146,7 +151,7 @@ class _Rank:
     def recv(self, action: Action) -> None:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch
         source = self.pipeline.rank_of(number)
-        room = self.pipeline.stream(self.model, self.parts[i].shape)
+        room = self.pipeline.stream(self.model, self.parts[i])
         with _toward(kind):
             self.coming[what] = recv(room, source, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
 

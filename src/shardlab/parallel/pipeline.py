@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..comm import ops, phase
 from ..model.transformer import Transformer
@@ -43,7 +44,10 @@ class Pipeline:
         self.ranks = dist.get_process_group_ranks(group)
         self.mine = {number: Stage(number, layers[number], number == 0, number == self.count - 1)
                      for number in self.stages[group.rank()]}
-        self.hidden, self._like = model.spec.hidden, model.embed_tokens.weight.new_empty(0)
+        # a tied embedding on two ranks, which both have a part of its gradient
+        self.shares_ends = model.lm_head.weight is model.embed_tokens.weight and self.rank_of(0) != self.rank_of(
+            self.count - 1)
+        self.hidden, self._dtype = model.spec.hidden, model.embed_tokens.weight.dtype
         # with sequence parallelism a rank of the tensor axis has a slice of the stream
         self._slices = getattr(model.embed_tokens, "group", None) if getattr(model.embed_tokens, "mode", 0) else None
 
@@ -51,13 +55,14 @@ class Pipeline:
         """The global rank that has the stage."""
         return self.ranks[next(rank for rank, stages in enumerate(self.stages) if stage in stages)]
 
-    def stream(self, model: nn.Module, shape: torch.Size) -> torch.Tensor:
-        """Room for the stream of tokens of `shape` (batch, seq): (batch, seq, hidden), or a slice of its rows."""
-        one = next(model.parameters(), self._like)  # a stage without layers has none
-        if self._slices is None:
-            return one.new_empty(*shape, self.hidden)
-        p = self._slices.size()
-        return one.new_empty(padded(shape.numel(), p) // p, self.hidden)
+    def stream(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Room for the stream of `tokens` (batch, seq): (batch, seq, hidden), or a slice of its rows."""
+        one = next(model.parameters(), None)  # a rank without layers has none, and takes what the model was of when cut
+        shape = tuple(tokens.shape)
+        if self._slices is not None:
+            p = self._slices.size()
+            shape = padded(tokens.numel(), p) // p,
+        return tokens.new_empty(*shape, self.hidden, dtype=self._dtype if one is None else one.dtype)
 
 
 def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = None,
@@ -70,13 +75,16 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     train with `execute.run`, and call `grads.finish(model)`. A tied embedding that first and last stage need is on both
     ranks, the same as on the first.
 
-    Raises ValueError on a model that has a pipeline or a data axis already, where schedule and group differ in ranks,
-    and where a stage is on several ranks.
+    A rank that gets no layers has no parameters, and so needs no optimizer. Raises ValueError on a model that has a
+    pipeline or a data axis already, or is quantised, on other `weights` than `split` takes, where schedule and group
+    differ in ranks, and where a stage is on several ranks.
     """
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline already: cut the one without")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
+    if any(parametrize.is_parametrized(module) for module in model.modules()):
+        raise ValueError("this model is quantised: cut the plain one, then quantise each part")
     stages = [[rank] for rank in range(group.size())] if orders is None else placement(orders)
     if len(stages) != group.size():
         raise ValueError(f"the schedule is for {len(stages)} ranks, and the group has {group.size()}")
@@ -90,8 +98,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     # a dictionary, so that layer 7 is layers.7 wherever it is
     model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.layers) if i in held})  # type: ignore
     first, last = (number in pipeline.mine for number in (0, pipeline.count - 1))
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    if not first and not (last and tied):
+    if not first and not (last and pipeline.shares_ends):
         model.embed_tokens = None  # type: ignore[assignment]
     if not last:
         model.norm = model.lm_head = None  # type: ignore[assignment]
@@ -104,13 +111,13 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
 def _share_ends(model: Transformer, pipeline: Pipeline) -> None:
     """A tied embedding on two ranks: one value, and each has a part of its gradient."""
     first, last = pipeline.rank_of(0), pipeline.rank_of(pipeline.count - 1)
-    here = dist.get_rank()
-    if model.lm_head.weight is not model.embed_tokens.weight or first == last or here not in (first, last):
+    if not pipeline.shares_ends or dist.get_rank() not in (first, last):
         return
     ends = mesh.some(pipeline.group, (first, last))
     table = model.embed_tokens
-    known = getattr(table, "marks", {}).get("weight", grads.Mark())
-    grads.mark(table, cut=known.cut, partial=ends)
+    for module in (table, model.lm_head):  # a tensor axis has marked both
+        known = getattr(module, "marks", {}).get("weight", grads.Mark())
+        grads.mark(module, cut=known.cut, partial=ends)
     if not table.weight.is_meta:
         with phase("start"):
             ops.broadcast(table.weight.detach(), first, ends)

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import ops
 from ..comm.regions import reduce_from_, reduce_scatter
 from ..specs import padded
+from . import deferred
 
 Mode = Literal[False, "keep", "again"]
 
@@ -70,12 +71,13 @@ def unpad(rows: torch.Tensor, n: int) -> torch.Tensor:
 
 class _Enter(torch.autograd.Function):
     """`copy_to` or `all_gather`, then linear layers. Backward adds up the gradients that they give their input before
-    one collective sums those of all ranks, while the weights' gradients are computed."""
+    one collective sums those of all ranks, while the weights' gradients are computed, or put off (see `deferred`)."""
 
     @staticmethod
     def forward(ctx, x, group, mode, *parameters):
-        ctx.group, ctx.mode, ctx.shape = group, mode, x.shape
+        ctx.group, ctx.mode, ctx.shape, ctx.later = group, mode, x.shape, deferred.now()
         weights, biases = parameters[::2], parameters[1::2]
+        ctx.weights = weights  # themselves: what recomputation or a hook saves comes back as other tensors
         whole = ops.all_gather(x, group) if mode else x
         ctx.save_for_backward(x if mode == "again" else whole, *weights)
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -98,6 +100,9 @@ class _Enter(torch.autograd.Function):
             summed = collective(parts, group=ctx.group, async_op=True)
         whole = kept.flatten(0, -2) if gathered is None else gathered.wait()
         out = []
-        for grad, weight, bias in zip(grads, wants_weight, wants_bias, strict=True):
-            out += [grad.t() @ whole if weight else None, grad.sum(0) if bias else None]
+        for grad, weight, wanted, bias in zip(grads, ctx.weights, wants_weight, wants_bias, strict=True):
+            if wanted and ctx.later is not None:
+                ctx.later.add(weight, grad, whole)
+                wanted = False
+            out += [grad.t() @ whole if wanted else None, grad.sum(0) if bias else None]
         return None if summed is None else summed.wait().view(ctx.shape), None, None, *out

@@ -44,6 +44,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
     spec, mode = model.spec, sequence_parallel
     check_mode(mode)
     Layout(tp=group.size()).check(spec)
+    if hasattr(model, "pipeline"):
+        raise ValueError("this model has a pipeline, and here some of its layers: tensor.cut it before pipeline.cut")
     if group.size() == 1:
         return model
     if isinstance(model.lm_head, VocabParallelHead):

@@ -33,7 +33,7 @@ from . import grads, zero_state
 def load(model: Transformer, folder: str | Path) -> int:
     """Fill the cut `model` from a Hugging Face folder and return the bytes that this rank has read: those it holds.
 
-    Every rank calls it, on a model that is plain, cut, sharded, or both cut and sharded. Under ZeRO-1 and 2 a rank
+    Every rank calls it, on a model that is plain or cut over any axes. Under ZeRO-1 and 2 a rank
     reads its slices and gets the others' by all-gather. Numbers are converted to the parameters' dtype. Raises
     ValueError as `checkpoint.load` does, and on a model that was replicated on the meta device.
     """
@@ -79,12 +79,25 @@ def whole(model: Transformer) -> Iterator[tuple[list[str], torch.Tensor]]:
     Every rank calls it and goes through all of it. A value is new memory or the parameter's own: don't write to it.
     """
     marks = grads.marks(model)
-    for names, parameter in distinct(model):
-        value = _unsharded(model, parameter)
+
+    def value(parameter: nn.Parameter) -> torch.Tensor:
+        held = _unsharded(model, parameter)
         window, group = getattr(parameter, "window", None), marks.get(parameter, grads.Mark()).cut
-        if window is not None and group is not None:
-            value = _joined(value, window, group)
-        yield names, value
+        return held if window is None or group is None else _joined(held, window, group)
+
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is None:
+        for names, parameter in distinct(model):
+            yield names, value(parameter)
+        return
+    mine = {names[0]: parameter for names, parameter in distinct(model)}
+    device = next((parameter.device for parameter in mine.values()), None)
+    for names, shape, dtype, rank in _layers(model, pipeline.group, device):
+        if rank == dist.get_rank():
+            out = value(mine[names[0]])
+        else:
+            out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        yield names, ops.broadcast(out, rank, pipeline.group)
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -106,6 +119,34 @@ def save(model: Transformer, folder: str | Path) -> None:
         checkpoint.write(model.spec, values, folder)
     if dist.is_initialized():
         ops.barrier()
+
+
+def _layers(model: Transformer, group: dist.ProcessGroup, device: torch.device | None
+            ) -> list[tuple[list[str], list[int], str, int]]:
+    """The parameters of a pipeline's ranks, in the whole model's order: names, whole shape, dtype, and a rank that has
+    it."""
+    own = [(names, _whole_shape(parameter), str(parameter.dtype).removeprefix("torch."))
+           for names, parameter in distinct(model)]
+    found: dict[str, tuple[list[str], list[int], str, int]] = {}
+    for rank, each in zip(dist.get_process_group_ranks(group), zero_state.told(own, group, device), strict=True):
+        for names, shape, dtype in each:
+            if names[0] in found:  # a tied embedding, of which the last rank knows both names
+                found[names[0]][0][:] = max(found[names[0]][0], names, key=lambda some: len(some))
+            else:
+                found[names[0]] = names, shape, dtype, rank
+
+    def place(entry: tuple[list[str], list[int], str, int]) -> float:
+        kind, number, *_ = entry[0][0].split(".")
+        return int(number) if kind == "layers" else -1 if kind == "embed_tokens" else math.inf
+
+    return sorted(found.values(), key=place)
+
+
+def _whole_shape(parameter: nn.Parameter) -> list[int]:
+    shape, window = list(parameter.shape), getattr(parameter, "window", None)
+    if window is not None:
+        shape[window.dim] = window.full
+    return shape
 
 
 def _unsharded(model: nn.Module, parameter: nn.Parameter) -> torch.Tensor:

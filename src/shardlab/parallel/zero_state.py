@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from ..comm import ops
@@ -215,12 +216,18 @@ def _value(kind: tuple[str, Any]) -> Any:
 def _union(kinds: dict[int, dict[str, tuple[str, Any]]], reducer: Stage1) -> dict[int, dict[str, tuple[str, Any]]]:
     """What the ranks say of the states, put together: a rank knows of the parameters that it has a part of."""
     device = next((bucket.flat.device for bucket in reducer.buckets), None)
-    text = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
-    sizes = ops.all_gather(torch.tensor(len(text), device=device), reducer.group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-    padded[: len(text)] = text
     out: dict[int, dict[str, tuple[str, Any]]] = {}
-    for row, size in zip(ops.all_gather(padded, reducer.group).view(len(sizes), -1), sizes.tolist(), strict=True):
-        for i, states in json.loads(bytes(row[:size].tolist())).items():
+    for each in told(kinds, reducer.group, device):
+        for i, states in each.items():
             out.setdefault(int(i), {}).update({name: tuple(kind) for name, kind in states.items()})
     return out
+
+
+def told(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> list:
+    """What each rank of the group says, in their order: anything that JSON can say."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = ops.all_gather(torch.tensor(len(text), device=device), group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    rows = ops.all_gather(padded, group).view(len(sizes), -1)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
