@@ -1,8 +1,8 @@
 """The plain model and its twin cut over a pipeline, trained side by side: what every parity test of schedules compares.
 
 The plain one runs micro-batch after micro-batch by itself, once for all schedules. Five layers don't divide over the
-stages, FFN and vocabulary are odd, queries grouped, biases everywhere, weights tied, two frozen, and one in a block that
-nothing uses. Micro-batches have different sizes and different numbers of labels, one of them none.
+stages, FFN and vocabulary are odd, queries grouped, biases everywhere, weights tied, two frozen, and one of a block is
+used by nothing. Micro-batches have different sizes and different numbers of labels, one of them none.
 """
 
 from functools import lru_cache

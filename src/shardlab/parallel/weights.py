@@ -130,10 +130,9 @@ def _layers(model: Transformer, group: dist.ProcessGroup, device: torch.device |
     found: dict[str, tuple[list[str], list[int], str, int]] = {}
     for rank, each in zip(dist.get_process_group_ranks(group), zero_state.told(own, group, device), strict=True):
         for names, shape, dtype in each:
-            if names[0] in found:  # a tied embedding, of which the last rank knows both names
-                found[names[0]][0][:] = max(found[names[0]][0], names, key=lambda some: len(some))
-            else:
-                found[names[0]] = names, shape, dtype, rank
+            known, *_ = found.setdefault(names[0], (names, shape, dtype, rank))
+            if len(names) > len(known):  # a tied embedding, of which the last rank knows both names
+                known[:] = names
 
     def place(entry: tuple[list[str], list[int], str, int]) -> float:
         kind, number, *_ = entry[0][0].split(".")
