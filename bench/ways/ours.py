@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
-from shardlab.parallel import data, grads, tensor, zero
+from shardlab.parallel import data, execute, grads, pipeline, tensor, zero
+from shardlab.schedule import SCHEDULES
 
-from .model import BATCH, SEQ, Step, adamw, batch, model
+from .model import BATCH, MICROBATCHES, SEQ, Step, adamw, batch, model
 
 
 def replicated(group) -> Step:
@@ -28,6 +29,22 @@ def tensors(group, sequence_parallel=False) -> Step:
     return lambda: step() / group.size()  # every rank has the whole loss
 
 
+def piped(group, schedule: str) -> Step:
+    orders = SCHEDULES[schedule](group.size(), MICROBATCHES)
+    cut = pipeline.cut(model(), group, orders)
+    optimizer = adamw(cut.parameters())
+    parts = [batch(part, MICROBATCHES) for part in range(MICROBATCHES)]
+
+    def step() -> torch.Tensor:
+        loss = execute.run(cut, orders, parts)
+        grads.finish(cut)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss / group.size()  # every rank has the whole loss
+
+    return step
+
+
 def _step(cut, optimizer, tokens, labels) -> Step:
     def step() -> torch.Tensor:
         loss = cut.loss(tokens, labels, BATCH * SEQ)
@@ -41,4 +58,6 @@ def _step(cut, optimizer, tokens, labels) -> Step:
 
 
 WAYS = {"DP": replicated, **{f"ZeRO-{stage}": partial(sharded, stage=stage) for stage in (1, 2, 3)}, "TP": tensors,
-        **{f"TP+SP {mode}": partial(tensors, sequence_parallel=mode) for mode in ("keep", "again")}}
+        **{f"TP+SP {mode}": partial(tensors, sequence_parallel=mode) for mode in ("keep", "again")},
+        "GPipe": partial(piped, schedule="gpipe"), "1F1B": partial(piped, schedule="1f1b"),
+        "interleaved": partial(piped, schedule="interleaved"), "zero bubble": partial(piped, schedule="zero_bubble")}

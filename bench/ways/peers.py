@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from .model import SPEC, Step, adamw, batch, model
+from .model import MICROBATCHES, SPEC, Step, adamw, batch, model
 
 
 def ddp(group, zero: bool = False) -> Step:
@@ -54,6 +55,49 @@ def dtensor(group, sequence: bool) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach().full_tensor() / group.size()
+
+    return step
+
+
+class Part(torch.nn.Module):
+    """One of `count` stages of the plain model: as many layers as each other one."""
+
+    def __init__(self, number: int, count: int):
+        super().__init__()
+        plain, each = model(), SPEC.layers // count
+        self.through, self.layers = plain.through, plain.layers[number * each : (number + 1) * each]
+        self.embed_tokens = plain.embed_tokens if number == 0 else None
+        self.norm, self.lm_head = (plain.norm, plain.lm_head) if number == count - 1 else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = x.shape[:2]
+        x = x if self.embed_tokens is None else self.embed_tokens(x)
+        x = self.through(self.layers, x, shape)
+        return x if self.lm_head is None else self.lm_head(self.norm(x))
+
+
+def piped(group, schedule, chunks: int = 1) -> Step:
+    """Stages in the order of ranks, `chunks` on each."""
+    p, rank, tokens_labels = group.size(), group.rank(), batch()
+    numbers = [rank + chunk * p for chunk in range(chunks)]
+    parts = [Part(number, p * chunks) for number in numbers]
+    stages = [PipelineStage(part, number, p * chunks, torch.device("cpu"))
+              for part, number in zip(parts, numbers, strict=True)]
+
+    def cost(logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    run = schedule(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=cost)
+    optimizer = adamw([parameter for part in parts for parameter in part.parameters()])
+    tokens, labels = tokens_labels
+    first, last = rank == 0, rank == p - 1
+
+    def step() -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        run.step(*([tokens] if first else []), **({"target": labels, "losses": losses} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean() if last else torch.zeros(())
 
     return step
 
@@ -94,4 +138,7 @@ def _plan(sequence: bool) -> dict:
 
 WAYS = {"DDP": ddp, "ZeroRedundancyOptimizer": partial(ddp, zero=True),
         "FSDP2, kept": partial(fsdp, reshard=False), "FSDP2": partial(fsdp, reshard=True),
-        "DTensor TP": partial(dtensor, sequence=False), "DTensor TP+SP": partial(dtensor, sequence=True)}
+        "DTensor TP": partial(dtensor, sequence=False), "DTensor TP+SP": partial(dtensor, sequence=True),
+        "pipelining GPipe": partial(piped, schedule=ScheduleGPipe),
+        "pipelining 1F1B": partial(piped, schedule=Schedule1F1B),
+        "pipelining interleaved": partial(piped, schedule=ScheduleInterleaved1F1B, chunks=2)}
