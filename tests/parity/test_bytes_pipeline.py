@@ -136,3 +136,10 @@ def test_every_byte_of_a_pipeline(pool, name, microbatches, recompute):
     check(pool, name, 2, microbatches, recompute=recompute, tied=tied)
     check(pool, name, 4, microbatches, recompute=recompute, tied=not tied,
           transport="shm" if tied else "backend")
+
+
+@pytest.mark.parametrize("sp", [False, "keep", "again"])
+def test_every_byte_of_a_pipeline_of_cut_layers(pool, sp):
+    """15 tokens over two ranks: a slice has a row of padding. Both halves of backward put off cut layers' gradients."""
+    check(pool, "zero_bubble", 2, 3, tp=2, sp=sp, tied=True, qk_norm=True)
+    check(pool, "1f1b", 2, 3, tp=2, sp=sp, recompute="full", dtype="fp64", kv_heads=1)

@@ -24,7 +24,7 @@ class Deferred:
 
     def add(self, weight: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
         """Put off dYᵀ X."""
-        self._parts.append((weight, given, x))
+        self._parts.append((weight, given.detach(), x.detach()))  # of which nothing else is to be computed
 
     def compute(self) -> None:
         """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come."""

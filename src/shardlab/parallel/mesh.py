@@ -35,11 +35,14 @@ def blocks(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
 
 def some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these global ranks, some of `group`'s and this one among them; all of them must call it.
+    """The group of these global ranks, some of `group`'s, if this rank is one of them; of the others, if it is not. All
+    ranks of `group` must call it.
 
-    Called again, it gives the same group.
+    Called again, it gives the same group. (PyTorch tells a group of some ranks by how many groups a rank is in before:
+    ranks that are in different numbers of them would wait for each other for ever when they make the next one.)
     """
-    return _some(group, ranks)
+    others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank not in ranks)
+    return _some(group, ranks if dist.get_rank() in ranks else others)
 
 
 # Groups last as long as the ranks, and each of gloo's has a thread that wakes a hundred times a second: ranks that stay

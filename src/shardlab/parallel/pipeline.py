@@ -111,9 +111,11 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
 def _share_ends(model: Transformer, pipeline: Pipeline) -> None:
     """A tied embedding on two ranks: one value, and each has a part of its gradient."""
     first, last = pipeline.rank_of(0), pipeline.rank_of(pipeline.count - 1)
-    if not pipeline.shares_ends or dist.get_rank() not in (first, last):
+    if not pipeline.shares_ends:
         return
     ends = mesh.some(pipeline.group, (first, last))
+    if dist.get_rank() not in (first, last):
+        return
     table = model.embed_tokens
     for module in (table, model.lm_head):  # a tensor axis has marked both
         known = getattr(module, "marks", {}).get("weight", grads.Mark())
