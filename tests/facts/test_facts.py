@@ -7,6 +7,7 @@ import facts_collectives
 import facts_cutting
 import facts_data
 import facts_hardware
+import facts_pipeline
 import facts_replicas
 import facts_sizes
 import facts_training
@@ -14,7 +15,7 @@ import pytest
 from facts import ROWS
 
 PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data,
-         facts_replicas)
+         facts_replicas, facts_pipeline)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 
