@@ -106,13 +106,15 @@ def timeline(orders: Orders, times: Times | Sequence[Times] | None = None, hop: 
     What a rank hands to another one arrives `hop` seconds later, while both go on.
 
     Raises ValueError where the schedule can't be done (see `schedule.check`), on another number of times than stages,
-    and on a hop below 0.
+    on a hop below 0, and where nothing takes any time.
     """
     stages, microbatches = size(orders)
     given = Times() if times is None else times
     each = [given] * stages if isinstance(given, Times) else list(given)
     if len(each) != stages:
         raise ValueError(f"{len(each)} times for {stages} stages: give one for each, or one for all")
+    if not all(isinstance(one, Times) for one in each):
+        raise TypeError(f"times must be Times, such as Times(forward=1, input=1, weight=1), not {times!r}")
     if not (isfinite(hop) and hop >= 0):
         raise ValueError(f"hop = {hop}: give seconds from 0")
     table = {(kind, stage): each[stage].of(kind) for stage in range(stages) for kind in "FBIW"}
@@ -124,7 +126,10 @@ def timeline(orders: Orders, times: Times | Sequence[Times] | None = None, hop: 
         return sum(known) / len(known) if known else apart
 
     spans = clock(orders, lambda action: table[action[:2]], hop, both)
-    return Timeline(spans, stages, microbatches, peak_live(orders))
+    line = Timeline(spans, stages, microbatches, peak_live(orders))
+    if not line.ideal:
+        raise ValueError("every action takes 0 s: of no time there are no shares")
+    return line
 
 
 def idle_by_formula(name: str, ranks: int, chunks: int = 1, times: Times | None = None) -> float:

@@ -17,13 +17,14 @@ action after another; everything about it, such as which rank has which stage, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-SENDS, RECEIVES = {"F": "send F", "B": "send B", "I": "send B"}, {"F": "recv F", "B": "recv B", "I": "recv B"}
 COMPUTES = ("F", "B", "I", "W")
 TRANSFERS = ("send F", "recv F", "send B", "recv B")
+SENDS = {"F": "send F", "B": "send B", "I": "send B"}
+RECEIVES = {"F": "recv F", "B": "recv B", "I": "recv B"}
 
 
 class Action(NamedTuple):
@@ -45,34 +46,33 @@ class Action(NamedTuple):
 F, B, I, W = (partial(Action, kind) for kind in COMPUTES)  # noqa: E741  F(stage, microbatch)
 
 Orders = Sequence[Sequence[Action]]  # for each rank, what it does, in order
+What = tuple[str, int, int]  # what a pass gives: F, B or W, stage, micro-batch. I gives what B gives
 
 
-def needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
-    """What must have been done before, as (F, B or W, stage, micro-batch), where `last` is the last stage. I is told as
-    B, for it gives the same to the stage before."""
+def needs(action: Action, last: int) -> tuple[What, ...]:
+    """What must have been given before, where `last` is the last stage."""
     kind, stage, microbatch, _ = action
     if kind == "F":
-        if stage > 0:
-            yield "F", stage - 1, microbatch
-    elif kind == "W":
-        yield "B", stage, microbatch
-    else:
-        yield "F", stage, microbatch
-        if stage < last:
-            yield "B", stage + 1, microbatch
+        return (("F", stage - 1, microbatch),) if stage > 0 else ()
+    if kind == "W":
+        return (("B", stage, microbatch),)
+    own = "F", stage, microbatch
+    return (own, ("B", stage + 1, microbatch)) if stage < last else (own,)
 
 
-def gives(action: Action) -> tuple[str, int, int]:
-    """What is done with the action, as `needs` tells it."""
-    return "B" if action.kind == "I" else action.kind, action.stage, action.microbatch
+def gives(action: Action) -> What:
+    """What is there once the action is done."""
+    kind, stage, microbatch, _ = action
+    return "B" if kind == "I" else kind, stage, microbatch
 
 
 def size(orders: Orders) -> tuple[int, int]:
     """(stages, micro-batches) that the lists are about. Raises ValueError where they compute nothing."""
-    some = [action for order in orders for action in order if action.kind == "F"]
-    if not some:
+    stages = {stage for order in orders for kind, stage, _, _ in order if kind == "F"}
+    microbatches = {microbatch for order in orders for kind, _, microbatch, _ in order if kind == "F"}
+    if not stages:
         raise ValueError("a schedule needs forward passes, and this one has none")
-    return 1 + max(action.stage for action in some), 1 + max(action.microbatch for action in some)
+    return 1 + max(stages), 1 + max(microbatches)
 
 
 def placement(orders: Orders) -> list[list[int]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .action import Action, Orders, computing, gives, needs, size
+from .action import Action, Orders, What, computing, gives, needs, size
 
 
 class Span(NamedTuple):
@@ -34,38 +33,41 @@ def clock(orders: Orders, duration: Duration = units, hop: float = 0.0,
     after the other. Raises ValueError where the lists wait for each other in a circle, or for what nobody does,
     naming where each rank stands.
     """
-    todo, (stages, _) = computing(orders), size(orders)
-    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when, and by which rank
+    todo = computing(orders)
+    last = size(todo)[0] - 1
     spans: list[list[Span]] = [[] for _ in todo]
-    waiting: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    free, runnable = [0.0] * len(todo), list(range(len(todo)))[::-1]
+    done: dict[What, tuple[float, int]] = {}  # when, and by which rank
+    waiting: dict[What, list[int]] = {}  # the ranks that wait for it
+    runnable = list(range(len(todo)))
 
+    def work(rank: int) -> Iterator[What]:
+        """Do the rank's list, and yield what it must wait for."""
+        free, order = 0.0, iter(todo[rank])
+        for action in order:
+            second = next(order, None) if action.paired else None
+            start = free
+            for need in needs(action, last) + (needs(second, last) if second else ()):
+                if need not in done:
+                    yield need
+                when, where = done[need]
+                start = max(start, when if where == rank else when + hop)
+            length = duration(action)
+            if second:
+                length = both(action, second) if both else length + duration(second)
+            free = start + length
+            for one in (action, second) if second else (action,):
+                spans[rank].append(Span(one, start, free))
+                done[what := gives(one)] = free, rank
+                if what in waiting:
+                    runnable.extend(waiting.pop(what))
+
+    works = [work(rank) for rank in runnable]
     while runnable:
         rank = runnable.pop()
-        order, mine = todo[rank], spans[rank]
-        while len(mine) < len(order):
-            together = order[len(mine) : len(mine) + 1 + order[len(mine)].paired]
-            start, missing = free[rank], None
-            for action in together:
-                for need in needs(action, stages - 1):
-                    if need not in done:
-                        missing = need
-                        break
-                    when, where = done[need]
-                    start = max(start, when if where == rank else when + hop)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            if len(together) == 2:
-                length = both(*together) if both else duration(together[0]) + duration(together[1])
-            else:
-                length = duration(together[0])
-            free[rank] = start + length
-            for action in together:
-                mine.append(Span(action, start, free[rank]))
-                done[gives(action)] = free[rank], rank
-                runnable += waiting.pop(gives(action), ())
-    if stuck := [f"rank {rank} at {todo[rank][len(mine)]}" for rank, mine in enumerate(spans)
-                 if len(mine) < len(todo[rank])]:
+        for need in works[rank]:  # up to the first for which it waits
+            waiting.setdefault(need, []).append(rank)
+            break
+    if stuck := [f"rank {rank} at {order[len(mine)]}"
+                 for rank, (order, mine) in enumerate(zip(todo, spans, strict=True)) if len(mine) < len(order)]:
         raise ValueError(f"the ranks wait for each other, or for what no rank does: {', '.join(stuck)}")
     return spans

@@ -34,8 +34,8 @@ def dualpipe(ranks: int, microbatches: int) -> list[list[Action]]:
     """
     whole(ranks=ranks, microbatches=microbatches)
     multiple("ranks", ranks, 2, "and DualPipe's are in pairs")
-    multiple("microbatches", microbatches, 2, "and DualPipe sends half from each end")
     at_least("microbatches", microbatches, 2 * ranks, "two for each rank, with which DualPipe fills")
+    multiple("microbatches", microbatches, 2, "and DualPipe sends half from each end")
     half, orders = microbatches // 2, []
     for rank in range(ranks):
         down, up = (rank, 0), (ranks - 1 - rank, half)

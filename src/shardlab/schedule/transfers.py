@@ -8,34 +8,33 @@ time, every pass as long as `clock.units` says: a message stands where the pass 
 
 from __future__ import annotations
 
-from .action import RECEIVES, SENDS, Action, Orders, size
+from .action import RECEIVES, SENDS, Action, Orders
 from .clock import clock
 
 
 def with_transfers(orders: Orders) -> list[list[Action]]:
     """The lists of computing actions with a send and a receive wherever one rank needs
-    what another has made.
+    what another has made. Messages that are there already are put anew.
 
     Raises ValueError as `clock` does.
     """
-    stages, _ = size(orders)
     spans = clock(orders)
-    rank_of = {(span.action.stage, span.action.microbatch): rank
-               for rank, mine in enumerate(spans) for span in mine if span.action.kind == "F"}
-    trains = any(span.action.kind in "BI" for mine in spans for span in mine)
-    # (when, a message before the next pass, in what order at that time), what
-    events: list[list[tuple[float, int, tuple[int, ...], Action]]] = [
-        [(span.start, 1, (i,), span.action) for i, span in enumerate(mine)] for mine in spans]
+    rank_of = {(action.stage, action.microbatch): rank
+               for rank, mine in enumerate(spans)
+               for action, *_ in mine if action.kind == "F"}
+    events = []  # (when, a message before the next pass, by which pass of which rank)
     for rank, mine in enumerate(spans):
-        for i, (action, _, end) in enumerate(mine):
-            kind, stage, microbatch, _ = action
+        for i, (_, start, end) in enumerate(mine):
+            events += [(start, 1, rank, i), (end, 0, rank, i)]
+    lists: list[list[Action]] = [[] for _ in spans]
+    for _, begins, rank, i in sorted(events):
+        kind, stage, microbatch, _ = action = spans[rank][i].action
+        if begins:
+            lists[rank].append(action)
+        elif kind != "W":
             following = stage + 1 if kind == "F" else stage - 1
-            if kind == "W" or not 0 <= following < stages or not (trains or kind == "F"):
-                continue
             peer = rank_of.get((following, microbatch), rank)
             if peer != rank:
-                at = end, 0, (rank, i)
-                events[rank].append((*at, Action(SENDS[kind], stage, microbatch)))
-                events[peer].append((*at, Action(RECEIVES[kind], stage, microbatch)))
-    return [[action for *_, action in sorted(mine, key=lambda event: event[:3])]
-            for mine in events]
+                lists[rank].append(Action(SENDS[kind], stage, microbatch))
+                lists[peer].append(Action(RECEIVES[kind], stage, microbatch))
+    return lists
