@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from shardlab.model import Transformer, initialise
-from shardlab.parallel import data, mesh, tensor, zero
+from shardlab.parallel import data, mesh, pipeline, tensor, zero
 from shardlab.parallel.shard import take
+from shardlab.schedule import one_f_one_b
 from shardlab.specs import ModelSpec
 from shardlab.train import Batches, step, text, train
 
 SPEC = ModelSpec(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=22, vocab=256, tied=True)
+ORDERS = one_f_one_b(2, 3)
 STEPS = range(20)  # over the end of an epoch, whose last step has 6 sequences, not 7
 
 
@@ -83,19 +85,29 @@ def by_all(group):
     return zero.shard(model, optimizer, axes.get_group("dp"), 3), optimizer, axes.get_group("dp")
 
 
+def by_pipeline(group):
+    axes = mesh.build(dp=group.size() // 2, pp=2)
+    model = pipeline.cut(plain(), axes.get_group("pp"), ORDERS)
+    return data.replicate(model, axes.get_group("dp")), adamw(model), axes.get_group("dp")
+
+
 CUTS = {
     "data": (by_data, 2, 3, 4), "tensor": (by_tensor, 2, 4), "sequence": (by_sequence, 2),
     "data × tensor": (by_both, 4),
     "ZeRO-1": (by_zero(1), 2, 3), "ZeRO-2": (by_zero(2), 2, 3), "ZeRO-3": (by_zero(3), 2, 3),
-    "ZeRO-3 × sequence": (by_all, 4),
+    "ZeRO-3 × sequence": (by_all, 4), "pipeline": (by_pipeline, 2), "data × pipeline": (by_pipeline, 4),
 }
 RUNS = [pytest.param(cut, p, id=f"{name}-{p}") for name, (cut, *worlds) in CUTS.items() for p in worlds]
+
+
+def schedule_of(model):
+    return ORDERS if hasattr(model, "pipeline") else None
 
 
 def run(group, cut, weights):
     """The run under a cut: its steps, and the largest distance of a weight from the plain run's."""
     model, optimizer, axis = cut(group)
-    steps = train(model, optimizer, batches(), STEPS, axis, progress=False)
+    steps = train(model, optimizer, batches(), STEPS, axis, progress=False, orders=schedule_of(model))
     most = 0.0
     with zero.gathered(model):
         for name, parameter in model.named_parameters():
@@ -160,12 +172,14 @@ def bad_step(group, cut, bad):
         with zero.gathered(model):
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-    model.layers[0].self_attn.k_proj.weight.register_hook(spoil)
-    steps = train(model, optimizer, telling, range(1), axis, progress=False)
+    weight = next(p for name, p in model.named_parameters() if name.endswith("k_proj.weight"))
+    weight.register_hook(spoil)
+    orders = schedule_of(model)
+    steps = train(model, optimizer, telling, range(1), axis, progress=False, orders=orders)
     before = weights()
-    steps += train(model, optimizer, telling, range(1, 2), axis, progress=False)
+    steps += train(model, optimizer, telling, range(1, 2), axis, progress=False, orders=orders)
     same = all(torch.equal(*pair) for pair in zip(before, weights(), strict=True))
-    return same, steps + train(model, optimizer, telling, range(2, 4), axis, progress=False)
+    return same, steps + train(model, optimizer, telling, range(2, 4), axis, progress=False, orders=orders)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

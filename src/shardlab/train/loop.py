@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch import nn
 from tqdm import tqdm
 
 from ..comm import ops
-from ..parallel import grads
+from ..model.transformer import Transformer
+from ..parallel import execute, grads
 from ..parallel.data import no_sync
 from ..parallel.loss import valid_tokens
 from .data import MicroBatch
@@ -30,13 +31,14 @@ class Step(NamedTuple):
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int, int, int], Sequence[MicroBatch]],
           steps: Iterable[int], data: dist.ProcessGroup | None = None, max_norm: float = 1.0,
-          progress: bool = True) -> list[Step]:
+          progress: bool = True, orders: execute.Orders | None = None) -> list[Step]:
     """Run the `steps`, numbers such as range(100), in training mode; returns what each came to.
 
     Every rank calls it. `data` is the group that the model is replicated or sharded over, None if it is not.
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
-    `Batches`, or a function. The first rank shows the progress. Raises ValueError where the model's data axis is
-    another than `data`, where the optimizer lacks a trained parameter, and on a step without labels.
+    `Batches`, or a function. `orders` is the schedule that a model cut over a pipeline runs, for as many of them. The
+    first rank shows the progress. Raises ValueError where the model's data axis is another than `data`, where the
+    optimizer lacks a trained parameter, on a step without labels, and as `execute.run` does.
     """
     _check(model, optimizer, data)
     coordinate, size = (0, 1) if data is None else (data.rank(), data.size())
@@ -46,7 +48,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
     with tqdm(steps, unit="step", disable=not shows) as bar:
         for number in bar:
             start = time.perf_counter()
-            done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm))
+            done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm, orders))
             loss, norm, tokens = done[-1]
             rate = tokens / (time.perf_counter() - start)
             bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.3g}, {rate:,.0f} tokens/s", refresh=False)
@@ -54,11 +56,25 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[MicroBatch],
-         data: dist.ProcessGroup | None = None, max_norm: float = 1.0) -> Step:
+         data: dist.ProcessGroup | None = None, max_norm: float = 1.0, orders: execute.Orders | None = None) -> Step:
     """One step on the micro-batches `parts` of this rank: the loss of all ranks' tokens, weighted by token."""
     valid = valid_tokens((labels for _, labels in parts), data)
     if not valid:
         raise ValueError("no token of this step has a label: every label is -100, on all ranks")
+    if orders is None:
+        total = _accumulated(model, parts, valid)
+    else:
+        total = execute.run(cast(Transformer, model), orders, parts, valid)
+    grads.finish(model)
+    norm = grads.clip_grad_norm_(model, max_norm, error_if_nonfinite=False)
+    if norm.isfinite():  # the same on every rank, so that all step or all skip
+        optimizer.step()
+    optimizer.zero_grad()
+    return Step((total if data is None else ops.all_reduce(total, group=data)).item(), norm.item(), valid)
+
+
+def _accumulated(model: nn.Module, parts: Sequence[MicroBatch], valid: int) -> torch.Tensor:
+    """Forward and backward of one micro-batch after another; the sum of their losses."""
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for left, (tokens, labels) in zip(reversed(range(len(parts))), parts, strict=True):
@@ -66,12 +82,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mic
             loss = model.loss(tokens.to(device), labels.to(device), valid)  # type: ignore[operator]
             loss.backward()
         total += loss.detach()
-    grads.finish(model)
-    norm = grads.clip_grad_norm_(model, max_norm, error_if_nonfinite=False)
-    if norm.isfinite():  # the same on every rank, so that all step or all skip
-        optimizer.step()
-    optimizer.zero_grad()
-    return Step((total if data is None else ops.all_reduce(total, group=data)).item(), norm.item(), valid)
+    return total
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, data: dist.ProcessGroup | None) -> None:
