@@ -1,10 +1,11 @@
-"""What the account of a pipeline predicts is what its ranks count: every message and collective of a step, every byte of
-weights, gradients and states, and after every action the bytes that are kept for backward."""
+"""What the account of a pipeline predicts is what its ranks count: every message and collective of a step, every byte
+of weights, gradients and states, and the bytes kept for backward, looked at after every pass."""
 
 import weakref
 
 import pytest
 import torch
+from measure import Live
 
 from shardlab import comm, schedule, show
 from shardlab.cost.pipeline import pipeline as bill_of
@@ -131,7 +132,7 @@ SCHEDULES = [("gpipe", 4), ("1f1b", 5), ("interleaved", 4), ("zero_bubble", 5), 
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize(("name", "microbatches"), SCHEDULES)
 def test_every_byte_of_a_pipeline(pool, name, microbatches, recompute):
-    """Tied where it is recomputed; at four ranks with weights that leave a stage without layers."""
+    """Tied and not; of five layers, eight stages leave some without any."""
     tied = recompute == "full"
     check(pool, name, 2, microbatches, recompute=recompute, tied=tied)
     check(pool, name, 4, microbatches, recompute=recompute, tied=not tied,
@@ -143,3 +144,27 @@ def test_every_byte_of_a_pipeline_of_cut_layers(pool, sp):
     """15 tokens over two ranks: a slice has a row of padding. Both halves of backward put off cut layers' gradients."""
     check(pool, "zero_bubble", 2, 3, tp=2, sp=sp, tied=True, qk_norm=True)
     check(pool, "1f1b", 2, 3, tp=2, sp=sp, recompute="full", dtype="fp64", kv_heads=1)
+
+
+def test_every_byte_where_stages_are_uneven_or_frozen(pool):
+    """Ends that leave no layers in their stages, in half precision, which norms copy; a stage with nothing to train."""
+    check(pool, "interleaved", 2, 4, dtype="bf16", recompute="selective", weights=(9, 1, 1, 1, 1, 1, 9), tied=True)
+    check(pool, "zero_bubble", 2, 3, frozen=("embed_tokens", "layers.1.mlp"), tied=True)
+    check(pool, "1f1b", 2, 3, frozen=("layers.3", "layers.4", "norm", "lm_head"))
+
+
+def peak(group, spec, orders, seq, recompute):
+    torch.manual_seed(0)
+    model = pipeline.cut(Transformer(spec, recompute), group, orders)
+    parts = [tuple(pair) for pair in torch.randint(0, spec.vocab, (schedule.size(orders)[1], 2, BATCH, seq))]
+    with Live() as live:
+        execute.run(model, orders, parts)
+    return live.peak
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_most_within_a_pass_is_at_the_loss(pool, recompute):
+    """On the last rank, where the vocabulary is large."""
+    spec, orders = ModelSpec(**SIZES | dict(vocab=997, ffn=64)), schedule.gpipe(2, 2)
+    bill = bill_of(spec, orders, batch=BATCH, seq=400, recompute=recompute)
+    assert pool(2).run(peak, spec, orders, 400, recompute)[1] == pytest.approx(bill[1].peak, rel=0.05)

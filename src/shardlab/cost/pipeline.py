@@ -115,8 +115,8 @@ class PipelineBill(Bill):
     def title(self) -> str:
         s, tp = self.axis.saved, self.layout.tp
         cut = f" × {self.layout.degrees}" if tp > 1 else ""
-        return (f"{self.spec.name}, {len(self.axis.stages)} stages on {len(self.ranks)} ranks{cut}, {self.microbatches} "
-                f"micro-batches of {s.batch} × {s.seq} tokens, {self.axis.dtype.name}, "
+        return (f"{self.spec.name}, {len(self.axis.stages)} stages on {len(self.ranks)} ranks{cut}, "
+                f"{self.microbatches} micro-batches of {s.batch} × {s.seq} tokens, {self.axis.dtype.name}, "
                 f"{self.recompute or 'no'} recomputation")
 
     @property
@@ -236,4 +236,5 @@ def _most(order: Sequence[Action], stages: dict[int, StageBill]) -> tuple[dict[i
                 now += stage.put_off
         if now > most:
             most, at = now, (dict(live), dict(late))
-    return *({s: n for s, n in some.items() if n} for some in at), most, max(peak, most)
+    held, put_off = ({s: n for s, n in some.items() if n} for some in at)
+    return held, put_off, most, max(peak, most)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -25,13 +24,11 @@ def rows_of(bill: PipelineBill) -> list[Row]:
             Row("all hops", f"{messages:,} messages × {each}", sent)]
 
 
-def _same(rank: RankBill) -> RankBill:
-    """The rank without what tells it from others like it."""
-    names = {each.stage.number: i for i, each in enumerate(rank.stages)}
-    stages = tuple(replace(each, stage=(len(each.stage.layers), each.stage.first, each.stage.last))  # type: ignore
-                   for each in rank.stages)
-    live, late = ({names[s]: n for s, n in some.items()} for some in (rank.live, rank.late))
-    return replace(rank, rank=0, stages=stages, live=live, late=late)
+def _same(rank: RankBill) -> tuple:
+    """What ranks have in common whose rows are the same."""
+    stages = [(len(each.stage.layers), each.stage.first, each.stage.last, each.kept, each.put_off,
+               rank.live.get(each.stage.number), rank.late.get(each.stage.number)) for each in rank.stages]
+    return stages, rank.parameters, rank.gradients, rank.states, rank.peak, rank.forward, rank.backward
 
 
 def _rank(bill: PipelineBill, alike: list[RankBill]) -> list[Row]:
@@ -48,9 +45,9 @@ def _rank(bill: PipelineBill, alike: list[RankBill]) -> list[Row]:
         rows.append(Row("  activations", _kept(first), first.activations,
                         note=f"within a pass {decimal(more)} more" if more else ""))
     hops = first.forward // bill.hop, first.backward // bill.hop
-    rows.append(Row("  sends", " + ".join(f"{n} {way}" for n, way in zip(hops, ("forward", "backward"), strict=True) if n)
-                    or "nothing", first.forward + first.backward, note=f"hop {decimal(bill.hop)}"))
-    return rows
+    ways = [f"{n} {way}" for n, way in zip(hops, ("forward", "backward"), strict=True) if n]
+    return [*rows, Row("  sends", " + ".join(ways) or "nothing", first.forward + first.backward,
+                       note=f"hop {decimal(bill.hop)}")]
 
 
 def _layers(rank: RankBill) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ..schedule import Action, Orders
 from ..specs import Dtype, Layout, ModelSpec
-from ..specs.check import flag
 from .collective import Collective, Phase
 from .parameters import Parameters, Stage
 from .saved import Saved
