@@ -103,7 +103,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     if not last:
         model.norm = model.lm_head = None  # type: ignore[assignment]
     model.pipeline = pipeline  # type: ignore[assignment]
-    model.stream = _refuse  # type: ignore  # which loss, logits and generate all begin with
+    model.stream = model.hidden = _refuse  # type: ignore  # which loss, logits and generate all begin with
     return model
 
 
