@@ -97,7 +97,7 @@ def piped(group, schedule, chunks: int = 1) -> Step:
         run.step(*([tokens] if first else []), **({"target": labels, "losses": losses} if last else {}))
         optimizer.step()
         optimizer.zero_grad()
-        return torch.stack(losses).mean() if last else torch.zeros(())
+        return torch.stack(losses).mean().detach() if last else torch.zeros(())
 
     return step
 
