@@ -136,9 +136,11 @@ def idle_by_formula(name: str, ranks: int, chunks: int = 1, times: Times | None 
     """Seconds that each rank stands idle, by the published formula: for equal stages, no hop cost, and at least as many
     micro-batches as ranks (two for each rank in DualPipe and DualPipeV). Times are of a stage.
 
-    GPipe and 1F1B (arXiv:2104.04473, §2.1, §2.2.1), interleaved (§2.2.2), ZB-H1 (arXiv:2401.10241, §2.2), DualPipe and
-    DualPipeV (the table of github.com/deepseek-ai/DualPipe, which counts the ranks of DualPipeV as half the stages).
-    Raises ValueError on another name.
+    GPipe and 1F1B (arXiv:2104.04473, §2.1, §2.2.1), interleaved (§2.2.2): whatever the times. ZB-H1 (arXiv:2401.10241,
+    §2.2): where weight ≤ forward and weight ≤ input; beyond, the list is idle for longer. DualPipe and DualPipeV (the
+    table of github.com/deepseek-ai/DualPipe, which counts the ranks of DualPipeV as half the stages): where weight ≤
+    input = forward and both ≥ backward; with a both that gains, it is of the ranks that run most in pairs. Raises
+    ValueError on another name.
     """
     t = times or Times()
     whole = t.forward + t.backward
