@@ -30,6 +30,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 import shardlab.cost
+import shardlab.schedule
 import shardlab.specs
 
 LOGGER = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def names(env: BuildEnvironment) -> dict[str, Any]:
     """The names of the page that is being read. The page is read again when the library behind them changes."""
     if "numbers" not in env.temp_data:
         env.temp_data["numbers"] = fresh()
-        for room in (shardlab.specs, shardlab.cost):
+        for room in (shardlab.specs, shardlab.cost, shardlab.schedule):
             for path in Path(room.__file__).parent.rglob("*"):
                 if path.suffix in (".py", ".toml", ".json"):
                     env.note_dependency(str(path))
@@ -105,7 +106,7 @@ class ComputedRole(SphinxRole):
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         try:
-            return [nodes.inline(self.rawtext, self.compute(), classes=self.look)], []
+            return [nodes.inline(self.rawtext, self.compute(), classes=self.classes())], []
         except Exception as error:
             LOGGER.warning("%s: %s: %s: %s", self.name, self.text, type(error).__name__, error,
                            location=self.get_location())
@@ -114,6 +115,10 @@ class ComputedRole(SphinxRole):
     def compute(self) -> str:
         raise NotImplementedError
 
+    def classes(self) -> list[str]:
+        """What it looks like."""
+        return self.look
+
 
 class Num(ComputedRole):
     """{num}`expression | format`"""
@@ -121,6 +126,9 @@ class Num(ComputedRole):
     def compute(self) -> str:
         expression, form = split(self.text)
         return write(eval(compile(expression, HERE, "eval"), names(self.env)), form)
+
+    def classes(self) -> list[str]:
+        return [] if split(self.text)[1] == "text" else self.look  # words may break over lines
 
 
 class Measured(ComputedRole):
