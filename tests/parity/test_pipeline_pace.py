@@ -19,26 +19,29 @@ from shardlab.parallel import execute, pipeline
 from shardlab.schedule import SCHEDULES, size
 from shardlab.specs import ModelSpec
 
-PACE = Times(0.03, 0.03, 0.03)
+PACE = Times(0.08, 0.08, 0.08)
 
 
 class Sleeps(torch.autograd.Function):
     """Nothing, in its time."""
 
     @staticmethod
-    def forward(ctx, x):
-        time.sleep(PACE.forward)
+    def forward(ctx, x, times):
+        ctx.times = times
+        time.sleep(times.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx, given):
-        time.sleep(PACE.backward)
-        return given
+        time.sleep(ctx.times.backward)
+        return given, None
 
 
 class Paced(nn.Module):
+    times = Times(0, 0, 0)
+
     def forward(self, x, cos, sin, cache):
-        return Sleeps.apply(x)
+        return Sleeps.apply(x, self.times)
 
 
 def paced(group, orders):
@@ -47,6 +50,9 @@ def paced(group, orders):
     model.layers = nn.ModuleList(Paced() for _ in range(stages))
     pipeline.cut(model, group, orders)
     part = torch.ones(1, 2, dtype=torch.long)
+    execute.run(model, orders, [(part, part)] * microbatches)  # what is done once is done
+    for layer in model.layers.values():
+        layer.times = PACE
     comm.barrier(group)
     with comm.record() as ledger:
         execute.run(model, orders, [(part, part)] * microbatches)
