@@ -399,3 +399,11 @@ def test_the_real_model_is_too_large_for_one_card_and_speaks_on_three(folder):
         assert "The capital of France is Paris" in words.decode(said[0].tolist())
         assert loaded.tensors < 172 * MIB and loaded.used - loaded.tensors < 4 * MIB  # weights: 171.1 MiB
         assert after.left > 64 * MIB  # for activations
+
+
+def test_what_an_optimizer_imports_does_not_count_against_the_first_card():
+    """Imported within the limit, torch._dynamo would take tens of MiB of it, in a program's first launch alone."""
+    script = ("import sys\nfrom shardlab.launch import launch\n"
+              "print(launch(lambda group: 'torch._dynamo' in sys.modules, 2, card='64 MiB'))\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[True, True]\n", done.stderr

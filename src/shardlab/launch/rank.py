@@ -83,9 +83,14 @@ def server() -> None:
             if not message:
                 return
             _fork(_warden, requests, [Connection(fd) for fd in descriptors])
-            if "torch._dynamo" not in sys.modules:  # after the first ranks, which need not wait for it
-                importlib.import_module("torch._dynamo")  # the first optimizer on a rank would: a second and more, each
-                _freeze()
+            _preload()  # after the first ranks, which need not wait for it
+
+
+def _preload() -> None:
+    """Import what the first optimizer of a rank would: a second and more, on each."""
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        _freeze()
 
 
 def _freeze() -> None:
@@ -115,6 +120,8 @@ def _warden(requests: socket.socket, ends: list[Connection]) -> None:
     setup = control.recv()
     if not isinstance(setup, Setup):  # told to end before there was anything to start
         return
+    if setup.card is not None:
+        _preload()  # what a rank imports for itself counts against its card
     memory = shm.attempt(shm.Segment.anonymous, setup.size)
     alive: dict[int, int] = {}
     told = threading.Thread(target=_end_when_told, args=(control, alive))
