@@ -69,7 +69,7 @@ def test_a_pair_shares_its_row():
     paired = [box for box in told if box.half]
     assert len(paired) == 2 * sum(action.paired for order in dualpipe_v(2, 4) for action in order)
     assert {(box.kind, box.half) for box in paired} == {("F", 1), ("B", 2)}
-    assert not any(box.half for box in boxes(timeline(gpipe(2, 4), Times(0, 0, 0)))), "no time, no pair"
+    assert not any(box.half for box in boxes(clock(gpipe(2, 4), lambda action: 0.0))), "no time, no pair"
 
 
 def test_numbers_stand_where_there_is_room():
