@@ -8,14 +8,15 @@ from math import inf, isfinite
 
 
 def split(layers: int, stages: int, weights: Sequence[float] | None = None) -> list[range]:
-    """The layers of each stage, in order, each in exactly one; stages may be empty where there are more than layers.
+    """The layers of each stage, in order, each in exactly one; a stage is empty where there are more than layers, or
+    where its end weighs as much as others do without.
 
     `weights` says how much each layer weighs, by default all the same: the heaviest stage is as light as it can be, and
     the others are then as even as they can be. Two more than layers are the embedding's before and the head's behind,
     which stay in the first and in the last stage. Raises ValueError on other counts, and on weights below 0.
     """
-    if stages < 1:
-        raise ValueError(f"a pipeline of {stages} stages: give at least 1")
+    if stages < 1 or layers < 0:
+        raise ValueError(f"{layers} layers in a pipeline of {stages} stages: give at least 1 stage, and layers from 0")
     given = [1.0] * layers if weights is None else [float(weight) for weight in weights]
     if len(given) not in (layers, layers + 2) or not all(isfinite(weight) and weight >= 0 for weight in given):
         raise ValueError(f"weights must be {layers} numbers from 0, one a layer, or {layers + 2} with those of "
