@@ -58,6 +58,7 @@ def test_a_tied_embedding_is_on_both_ends_and_its_gradient_summed():
         assert calls.total("all_reduce", "finish") == calls.total("broadcast", "start") == 4 * TABLE * times
     frozen = pipeline(TIED, schedule.gpipe(3, 2), **SIZE, frozen=("embed_tokens",))
     assert frozen.traffic(2).count("all_reduce", "finish") == 0 and frozen[2].gradients == 4 * (LAYER + 4)
+    assert frozen[2].states == 8 * (LAYER + 4) + 4 * (9 + 1)
     folded = pipeline(TIED, schedule.dualpipe_v(2, 4), **SIZE)  # the last stage is on the first rank
     assert sum(each.parameters for each in folded.ranks) == TIED.total
     assert folded.traffic(0).count("all_reduce", "finish") == 0
@@ -80,6 +81,23 @@ def test_the_stages_together_are_the_model(sp, recompute):
     kept = activations(spec, layout, **SIZE, recompute=recompute, dtype="fp64")
     turned = 3 * 2 * 2 * 8
     assert sum(s.kept for each in bill.ranks for s in each.stages) == kept.total + 3 * turned  # loss: as big as number
+
+
+def test_gradients_pass_through_a_stage_that_trains_nothing():
+    """Those of an input that it has received; the first stage has none, and nothing to do."""
+    bill = pipeline(SPEC, schedule.one_f_one_b(2, 2), **SIZE, layout=Layout(2), frozen=("embed_tokens", "layers"))
+    assert [bill.traffic(rank).count("all_reduce", "backward") for rank in (0, 1)] == [0, 2 * (1 + 2)]
+    assert "as if nothing were frozen" in str(bill) and bill[0].gradients == 0 and bill[1].backward == 2 * 96
+
+
+def test_a_mixture_has_dense_layers_first():
+    spec = find_model("deepseek-v3")
+    bill = pipeline(spec, schedule.gpipe(16, 2), batch=1, seq=64, dtype="bf16", device="cuda")
+    (_, dense), (_, mixture) = activations(spec, batch=1, seq=64, dtype="bf16", device="cuda").kinds
+    dense, mixture = (sum(term.nbytes for term in terms) for terms in (dense, mixture))
+    turned = 64 * 2 * spec.latent.rope_dim * 2
+    assert bill[0].stages[0].kept == 3 * dense + mixture + turned + 64 * 8 and dense != mixture
+    assert bill[1].stages[0].kept == 4 * mixture + turned
 
 
 def test_a_rank_that_only_infers_holds_weights_and_sends_forward():
@@ -143,7 +161,8 @@ def test_dualpipe_holds_two_models_and_sums_their_gradients():
     assert sum(each.parameters for each in bill.ranks) == 2 * spec.total
     assert {sum(each.live.values()) + sum(each.late.values()) for each in bill.ranks} <= {8, 9}
     for each in bill.ranks:
-        assert bill.traffic(each.rank).total("all_reduce", "finish") == each.gradients
+        finish, = bill.traffic(each.rank).where("all_reduce", "finish")
+        assert (finish.payload, finish.ranks) == (each.gradients, 2)
     assert "stages on two ranks: no run" in str(bill)
 
 

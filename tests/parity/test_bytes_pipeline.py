@@ -144,6 +144,7 @@ def test_every_byte_of_a_pipeline_of_cut_layers(pool, sp):
     """15 tokens over two ranks: a slice has a row of padding. Both halves of backward put off cut layers' gradients."""
     check(pool, "zero_bubble", 2, 3, tp=2, sp=sp, tied=True, qk_norm=True)
     check(pool, "1f1b", 2, 3, tp=2, sp=sp, recompute="full", dtype="fp64", kv_heads=1)
+    check(pool, "gpipe", 2, 2, tp=2, sp=sp, frozen=("embed_tokens", *(f"layers.{i}" for i in (0, 1, 2, 4))))
 
 
 def test_every_byte_where_stages_are_uneven_or_frozen(pool):
