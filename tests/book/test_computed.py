@@ -163,3 +163,10 @@ def test_rounding_keeps_the_zeros_that_say_so():
     assert digits(17.602) == "17.60"
     assert digits(17.6) == "17.6"
     assert digits(12345.6) == "12,346"
+
+
+def test_numbers_stay_on_their_line_and_words_may_break(book):
+    html, warnings = book.build("# T\n\n{num}`2**14 | KiB`, {num}`'one two' | text`.", "html")
+    assert warnings == ""
+    assert re.findall(r'<span class="num">([^<]*)', html) == ["16 KiB"]
+    assert "one two" in html
