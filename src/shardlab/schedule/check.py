@@ -25,7 +25,7 @@ def check(orders: Orders) -> None:
     """
     for rank, order in enumerate(orders):
         _actions(rank, order)
-    _run(orders, _complete(orders), size(orders)[0] - 1)
+    _run(orders, _complete(orders))
 
 
 def peak_live(orders: Orders) -> list[int]:
@@ -69,8 +69,9 @@ def _complete(orders: Orders) -> Home:
     passes: dict[tuple[int, int], str] = {}  # the kinds of passes
     for rank, order in enumerate(computing(orders)):
         for action in order:
-            what = action.stage, action.microbatch
-            passes[what] = passes.get(what, "") + action.kind
+            kind, stage, microbatch, _ = action
+            what = stage, microbatch
+            passes[what] = passes.get(what, "") + kind
             if home.setdefault(what, rank) != rank:
                 raise ValueError(f"rank {rank} does {action}, and rank {home[what]} has done passes of that stage and "
                                  "micro-batch: they all run where forward did")
@@ -90,8 +91,9 @@ def _complete(orders: Orders) -> Home:
     return home
 
 
-def _run(orders: Orders, home: Home, last: int) -> None:
+def _run(orders: Orders, home: Home) -> None:
     """Do the lists, strictly, as far as they go. Raise unless that is to their ends."""
+    last = max(stage for stage, _ in home)
     have: list[set[What]] = [set() for _ in orders]
     stands: dict[What, tuple[int, Action]] = {}  # who waits at one end of a message, with which action
 

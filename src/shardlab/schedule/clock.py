@@ -42,7 +42,7 @@ def clock(orders: Orders, duration: Duration = units, hop: float = 0.0,
 
     def work(rank: int) -> Iterator[What]:
         """Do the rank's list, and yield what it must wait for."""
-        free, order = 0.0, iter(todo[rank])
+        free, order, mine = 0.0, iter(todo[rank]), spans[rank]
         for action in order:
             second = next(order, None) if action.paired else None
             start = free
@@ -50,13 +50,16 @@ def clock(orders: Orders, duration: Duration = units, hop: float = 0.0,
                 if need not in done:
                     yield need
                 when, where = done[need]
-                start = max(start, when if where == rank else when + hop)
+                if where != rank:
+                    when += hop
+                if when > start:
+                    start = when
             length = duration(action)
             if second:
                 length = both(action, second) if both else length + duration(second)
             free = start + length
             for one in (action, second) if second else (action,):
-                spans[rank].append(Span(one, start, free))
+                mine.append(Span(one, start, free))
                 done[what := gives(one)] = free, rank
                 if what in waiting:
                     runnable.extend(waiting.pop(what))
