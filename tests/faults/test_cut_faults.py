@@ -4,7 +4,7 @@
 |--------------------|-----------------------------------------------------------------------------------------------|
 | D1–D3, D14, 24     | here                                                                                          |
 | D5–D8              | tests/train (test_loop, test_train_data)                                                      |
-| D11                | tests/parallel/test_grads: p = 1, 2, 3, inf under every cut; its pipeline with the pipeline   |
+| D9–D11             | test_pipeline_faults; D11 in tests/parallel/test_grads and parity/test_pipeline_axes          |
 | T1, T2             | here                                                                                          |
 | T3, T4, T6, T7, T9 | tests/parity (test_sequence, test_tensor, test_dropout), tests/specs                          |
 | Z1–Z7              | tests/parallel (test_shard, test_flat), tests/specs/test_rows, tests/parity/test_zero_state   |

@@ -39,10 +39,10 @@ def test_with_zero_1(pool, name, kind):
     parity(pool, SCHEDULES[name](2, 4), kind, ranks=4, axes=DP, data_axis="zero", replicas=2, optimizer="adamw")
 
 
-def put_off(group, mode):
+def put_off(group, **how):
     """How many matrices of a stage have no gradient after I, and how many have one after W, of how many."""
     orders = zero_bubble(1, 1)
-    model = cut(group, gpipe(1, 1), axes=dict(tp=2, pp=1), mode=mode, frozen=())[0]
+    model = cut(group, gpipe(1, 1), frozen=(), **how)[0]
     seen, told = [], execute._Rank.weights
 
     def look(self, action):
@@ -60,9 +60,11 @@ def put_off(group, mode):
     return seen
 
 
-@pytest.mark.parametrize("mode", [False, "keep", "again"])
-def test_a_tensor_cut_layer_puts_its_weight_gradients_off_too(pool, mode):
-    assert pool(2).run(put_off, mode) == [[35, 35, 35]] * 2
+@pytest.mark.parametrize("mode,recompute", [(False, None), ("keep", "full"), ("again", None)])
+def test_weight_gradients_are_put_off(pool, mode, recompute):
+    """Of plain layers and of tensor-cut ones, computed again or not."""
+    assert pool(1).run(put_off, recompute=recompute) == [[35, 35, 35]]
+    assert pool(2).run(put_off, axes=dict(tp=2, pp=1), mode=mode, recompute=recompute) == [[35, 35, 35]] * 2
 
 
 def norms(group, how):

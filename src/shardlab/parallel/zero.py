@@ -45,7 +45,8 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     sets gradients to None. Stages 1 and 2 lay weights in rows of `bucket_bytes` at most. Weights of 16 bits get master
     copies in float32, which the optimizer steps. Parameters on meta get memory on `device`, of this rank's slices alone
     in stage 3, to be filled: see `held`. Raises ValueError on another stage, a model that has a data axis, an optimizer
-    whose update is not element by element, that has begun, or that does not hold the trained parameters.
+    whose update is not element by element, that has begun, or that does not hold the trained parameters, and with a
+    pipeline in stages 2 and 3, or where its first and last rank share a tied embedding.
     """
     refuse(model, optimizer, stage)
     agree(model, group)

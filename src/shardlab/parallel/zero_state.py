@@ -77,7 +77,7 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """The optimizer's `state_dict()` as if the data axis cut nothing, on every rank; all ranks call it.
 
     It goes into an optimizer of the model without ZeRO, and into `load_state_dict` on any number of ranks. (Of a model
-    that is cut by layers too, it has this tensor rank's part.) Parameters of 16 bits have one state more, "master",
+    that is cut over other axes too, it has this rank's part.) Parameters of 16 bits have one state more, "master",
     their copy in float32.
     """
     reducer = _sharded(model)
