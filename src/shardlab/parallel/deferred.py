@@ -27,7 +27,8 @@ class Deferred:
         self._parts.append((weight, given.detach(), x.detach()))  # of which nothing else is to be computed
 
     def compute(self) -> None:
-        """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come."""
+        """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come. (It calls
+        these hooks where it puts gradients off too, and there is none then, or the one of the passes before.)"""
         parts, self._parts = self._parts, []
         if parts:
             torch.autograd.backward([_Gradient.apply(*part) for part in parts])
