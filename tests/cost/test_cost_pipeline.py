@@ -36,8 +36,8 @@ def test_a_pipeline_by_hand():
     assert (bill.hop, first.forward, first.backward, last.forward, last.backward) == (96, 288, 0, 0, 288)
     assert first.held == first.weights + first.gradients + first.states + first.peak and bill.largest is first
     assert [(c.op, c.phase, c.count, c.payload) for c in bill.traffic(0, start=True, clip=True).collectives] == [
-        ("send", "forward", 3, 96), ("recv", "backward", 3, 96), ("broadcast", "forward", 1, 8),
-        ("all_reduce", "clip", 1, 8)]
+        ("all_gather", "start", 1, 8), ("send", "forward", 3, 96), ("recv", "backward", 3, 96),
+        ("broadcast", "forward", 1, 8), ("all_reduce", "clip", 1, 8)]
     assert bill.traffic(0).wire() == 288 + 4 and bill.traffic(1).hops() == 3 + 1
 
 

@@ -238,7 +238,7 @@ SWAPPED = [[F(0, 0), Action("send F", 0, 0), F(0, 1), Action("send F", 0, 1)],
 
 
 def unchecked(group):
-    model = pipeline.cut(model_of(), group, SWAPPED)
+    model = pipeline.cut(model_of(), group)
     execute.check = lambda orders: None
     return execute.logits(model, SWAPPED, [tokens for tokens, _ in parts_of(2, 2)])
 

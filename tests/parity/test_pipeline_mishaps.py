@@ -8,7 +8,7 @@ import torch
 from shardlab import comm, quant
 from shardlab.model import checkpoint, initialise
 from shardlab.parallel import data, execute, pipeline, tensor
-from shardlab.schedule import dualpipe, forward_only, gpipe, interleaved, one_f_one_b
+from shardlab.schedule import dualpipe, forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
 
 
 def cut(group, orders=None):
@@ -39,7 +39,7 @@ CUTTING = {
     "quantised": (lambda g: pipeline.cut(quantised(), g), "this model is quantised"),
     "two copies": (lambda g: pipeline.cut(build(), g, dualpipe(2, 4)), "dualpipe_v runs as well with one"),
     "other ranks": (lambda g: pipeline.cut(build(), g, gpipe(3, 3)), "is for 3 ranks, and the group has 2"),
-    "no forward": (lambda g: pipeline.cut(build(), g, [[], []]), "a pipeline of 0 stages"),
+    "no forward": (lambda g: pipeline.cut(build(), g, [[], []]), "a schedule needs forward passes"),
     "weights": (lambda g: pipeline.cut(build(), g, weights=[1, 2]), "must be 5 numbers from 0, one a layer, or 7"),
     "negative": (lambda g: pipeline.cut(build(), g, weights=[1, 1, 1, 1, -1]), "weights must be 5 numbers from 0"),
     "nan": (lambda g: pipeline.cut(build(), g, weights=[1, 1, 1, 1, float("nan")]), "weights must be 5 numbers from 0"),
@@ -56,6 +56,8 @@ RUNNING = {
     "plain": (lambda g: execute.run(build(), one_f_one_b(2, 3), batch(3, 0)), "this model has no pipeline"),
     "shorn": (shorn, "micro-batch 2: it takes one F, and one B or one I and one W"),
     "labels": (unlabelled, "every token has a label: tokens (1, 4), labels (1, 3), in micro-batch 1"),
+    "logits of training": (lambda g: execute.logits(cut(g), one_f_one_b(2, 3), [t for t, _ in batch(3, 0)]),
+                           "logits are for inference, and this schedule has backward passes"),
     "logits": (lambda g: execute.logits(cut(g), forward_only(2, 3), [batch(1, 0)[0][0]]),
                "the schedule is for 3 micro-batches, and there are 1"),
 }
@@ -153,3 +155,90 @@ def part_by_part(group):
 
 def test_what_is_quantised_after_the_cut_runs(pool):
     assert pool(2).run(part_by_part) == [None, True]
+
+
+def without_gradients(group):
+    model = cut(group)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="need gradients: run it outside"):
+        execute.run(model, one_f_one_b(2, 3), batch(3, 0))
+
+
+def test_backward_without_gradients_is_refused(pool):
+    pool(2).run(without_gradients)
+
+
+def cut_otherwise(group):
+    with pytest.raises(ValueError, match="rank 1 cuts otherwise than rank 0"):
+        pipeline.cut(build(), group, weights=[1, 1, 1, 1, 1 + 9 * group.rank()])
+
+
+def test_ranks_that_cut_in_different_places_are_told(pool):
+    pool(2).run(cut_otherwise)
+
+
+def run_otherwise(group):
+    """Other tokens of the same shape on each rank, which no message tells; another order of micro-batches."""
+    model, said = cut(group), []
+    swapped = [[action._replace(microbatch=2 - action.microbatch) for action in order] for order in one_f_one_b(2, 3)]
+    for orders, parts in ((one_f_one_b(2, 3), [(tokens + group.rank(), labels) for tokens, labels in equal()]),
+                          (swapped if group.rank() else one_f_one_b(2, 3), equal())):
+        with comm.use(debug=True), pytest.raises(ValueError) as error:
+            execute.run(model, orders, parts)
+        said.append(str(error.value))
+    with comm.use(debug=True):
+        return said, execute.run(model, one_f_one_b(2, 3), equal()).item()
+
+
+def equal():
+    return [(tokens[:1, :4], labels[:1, :4]) for tokens, labels in batch(3, 0, 40)]
+
+
+def test_in_debug_mode_ranks_that_run_something_else_are_told(pool):
+    outcomes = pool(2).run(run_otherwise)
+    assert outcomes[0] == outcomes[1]
+    for text in outcomes[0][0]:
+        assert text.startswith("rank 1 runs otherwise than rank 0") and "micro-batches" in text
+
+
+def several(group, places):
+    """Tied pipelines of three stages, on other ranks each time: the ends make groups."""
+    for place in places:
+        orders = gpipe(3, 2)
+        pipeline.cut(build(), group, [orders[place.index(rank)] for rank in range(3)])
+    return True
+
+
+def test_ends_on_the_same_two_ranks_are_one_group(pool):
+    """Ends (0, 1), (1, 0), (0, 2): were the second another group than the first, the third would be waited for."""
+    assert pool(3).run(several, [(0, 2, 1), (1, 2, 0), (0, 1, 2)]) == [True] * 3
+
+
+def converted(group):
+    """Cut in float64 and converted after, on a rank without layers too."""
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, model = build(layers=1, frozen=()), pipeline.cut(build(layers=1, frozen=()), group, gpipe(3, 2))
+        parts = batch(2, 0)
+        plain.to(dtype), model.to(dtype)
+        losses = [plain.loss(*part, 100) for part in parts]
+        out.append((execute.run(model, gpipe(3, 2), parts, 100) - sum(losses)).abs().item())
+    return out
+
+
+def test_a_pipeline_is_converted_as_a_model_is(pool):
+    for single, half in pool(3).run(converted):
+        assert single < 1e-6 and half < 1e-2
+
+
+def hooked(group):
+    """What hooks on a weight see where weight gradients are put off: the gradient, once a micro-batch."""
+    model, seen = pipeline.cut(build(frozen=()), group, zero_bubble(2, 3)), []
+    weight = next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight"))
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    execute.run(model, zero_bubble(2, 3), batch(3, 0))
+    return seen == [weight.shape] * 6
+
+
+def test_hooks_see_a_gradient_that_was_put_off_when_it_comes(pool):
+    assert pool(2).run(hooked) == [True, True]

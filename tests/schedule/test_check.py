@@ -240,3 +240,15 @@ def test_any_lists_are_accepted_or_refused(orders):
     except (ValueError, TypeError):
         return
     assert strict(orders) == "ends"
+
+
+@pytest.mark.parametrize(("orders", "error", "words"), [
+    ([[F(0, 0), F(0, 0), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]], ValueError,
+     "rank 0 does F, F, B of stage 0, micro-batch 0: it takes one F, and one B"),
+    ([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), B(1, 0), F(1, 1)]], ValueError,
+     "rank 1 does F of stage 1, micro-batch 1: it takes one F, and one B"),
+    ([["F0", "B0"], ["F0", "B0"]], TypeError, "rank 0 has 'F0', which is no Action"),
+])
+def test_lists_that_wait_for_what_is_not_there_are_told_what_is_missing(orders, error, words):
+    with pytest.raises(error, match=words):
+        with_transfers(orders)

@@ -82,6 +82,7 @@ def test_numbers_stand_where_there_is_room():
 
 
 def test_nothing_to_draw_is_refused():
-    for cases in ({}, {"measured": []}):
+    at_once = [{"kind": "F", "stage": 0, "microbatch": 0, "rank": 0, "start": 1.0, "end": 1.0}]
+    for cases in ({}, {"measured": []}, {"at once": at_once}):
         with pytest.raises(ValueError, match="nothing to draw"):
             show.pipeline(cases)

@@ -76,6 +76,8 @@ def test_rounding_of_weights_cuts_no_worse():
     """Thirds add up to no whole number: three alike stages are still three alike ones."""
     assert [len(part) for part in split(9, 3, [1 / 3] * 9)] == [3, 3, 3]
     assert [len(part) for part in split(12, 4, [0.1] * 12)] == [3] * 4
+    for weight in (1e200, 1e-200):
+        assert [len(part) for part in split(6, 3, [weight] * 6)] == [2] * 3
     assert [len(part) for part in split(6, 3, [1e-9] * 6)] == [len(part) for part in split(6, 3, [1e9] * 6)] == [2] * 3
 
 

@@ -10,7 +10,7 @@ import torch
 from shardlab.model import Transformer, initialise
 from shardlab.parallel import data, mesh, pipeline, tensor, zero
 from shardlab.parallel.shard import take
-from shardlab.schedule import one_f_one_b
+from shardlab.schedule import forward_only, one_f_one_b
 from shardlab.specs import ModelSpec
 from shardlab.train import Batches, step, text, train
 
@@ -212,9 +212,9 @@ def test_tensor_peers_get_the_same_data_replicas_others_and_the_first_rank_shows
     assert given[0] == given[1] and given[2] == given[3] and given[0] != given[2]  # FAULTS D6
 
 
-def refused(*args):
+def refused(*args, **more):
     try:
-        train(*args, progress=False)
+        train(*args, progress=False, **more)
     except ValueError as error:
         return str(error)
 
@@ -225,12 +225,19 @@ def misfits(group):
     stale = plain()
     optimizer = adamw(stale)
     stale = tensor.cut(stale, group)
-    return (refused(replica, adamw(replica), batches(), range(1)),
+    piped = plain()
+    early = adamw(piped)
+    piped = pipeline.cut(piped, group, ORDERS)
+    return (*(refused(piped, *given, batches(), range(1), orders=orders) for given, orders in (
+        ([early], ORDERS), ([adamw(piped)], forward_only(2, 3)))),
+            refused(replica, adamw(replica), batches(), range(1)),
             refused(lone, adamw(lone), batches(), range(1), group), refused(stale, optimizer, batches(), range(1)))
 
 
 def test_a_model_an_optimizer_and_a_group_that_do_not_belong_together_are_refused(pool):
-    for forgot, not_replicated, stale in pool(2).run(misfits):
+    for early, forward, forgot, not_replicated, stale in pool(2).run(misfits):
+        assert "parameters that the model has not: make it after tensor.cut and pipeline.cut" in early
+        assert "has no backward passes, and would train nothing" in forward
         assert "summed over ranks [0, 1], and data is ranks None" in forgot
         assert "summed over ranks None, and data is ranks [0, 1]" in not_replicated
         assert "optimizer does not hold embed_tokens.weight" in stale and "after tensor.cut" in stale

@@ -43,6 +43,8 @@ class PipelineAxis:
         """All of them: at the start, in passes, between them, and at the end of the step."""
         mine = [stage for stage in self.stages if rank in self.homes[stage.number]]
         held = self.parameters.of(mine, self.spec.tied)
+        if start and len(self.orders) > 1:
+            yield self._call("all_gather", "start", "what is cut", 8, len(self.orders), "1 × 8 B")
         if start:
             yield from self._table("broadcast", "start", rank, held)
         for stage in mine:

@@ -17,6 +17,7 @@ from functools import cached_property
 from math import isfinite
 
 from ..schedule import Action, Orders, Span, clock, peak_live, size
+from ..specs.check import whole as whole_number
 from .bill import Bill, Row
 
 
@@ -140,8 +141,11 @@ def idle_by_formula(name: str, ranks: int, chunks: int = 1, times: Times | None 
     §2.2): where weight ≤ forward and weight ≤ input; beyond, the list is idle for longer. DualPipe and DualPipeV (the
     table of github.com/deepseek-ai/DualPipe, which counts the ranks of DualPipeV as half the stages): where weight ≤
     input = forward and both ≥ backward; with a both that gains, it is of the ranks that run most in pairs. Raises
-    ValueError on another name.
+    ValueError on another name, below 1 rank, and on an odd number of them for DualPipe.
     """
+    whole_number("ranks", ranks)
+    if name == "dualpipe" and ranks % 2:
+        raise ValueError(f"ranks = {ranks} is odd, and DualPipe's are in pairs")
     t = times or Times()
     whole = t.forward + t.backward
     both = whole if t.both is None else t.both

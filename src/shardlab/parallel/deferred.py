@@ -20,6 +20,8 @@ class Deferred:
     """The weight gradients that one backward pass has put off: (weight, dY (tokens, out), X (tokens, in)) of each."""
 
     def __init__(self):
+        # an input of every layer, so that backward comes to those whose other inputs need no gradient
+        self.called = torch.zeros((), requires_grad=True)
         self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, weight: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
@@ -27,8 +29,7 @@ class Deferred:
         self._parts.append((weight, given.detach(), x.detach()))  # of which nothing else is to be computed
 
     def compute(self) -> None:
-        """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come. (It calls
-        these hooks where it puts gradients off too, and there is none then, or the one of the passes before.)"""
+        """Add the gradients to the weights'. Autograd does it, so that hooks on the weights see them come."""
         parts, self._parts = self._parts, []
         if parts:
             torch.autograd.backward([_Gradient.apply(*part) for part in parts])
@@ -62,16 +63,17 @@ def deferring(later: Deferred) -> Iterator[None]:
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return _plain(input, weight, bias)
-    return _Linear.apply(input, weight, bias, _open[-1])
+    # detached, or autograd would call hooks on the weight for a gradient that is not there yet
+    return _Linear.apply(input, weight.detach(), bias, _open[-1].called, [weight], _open[-1])
 
 
 class _Linear(torch.autograd.Function):
     """F.linear, whose backward puts the weight's gradient off."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, later):
+    def forward(ctx, x, weight, bias, called, itself, later):
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.later = weight, later  # itself: what recomputation or a hook saves comes back as another tensor
+        (ctx.weight,), ctx.later = itself, later
         return _plain(x, weight, bias)
 
     @staticmethod
@@ -80,7 +82,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ctx.later.add(ctx.weight, given.flatten(0, -2), x.flatten(0, -2))
         return (given @ weight if ctx.needs_input_grad[0] else None, None,
-                given.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None)
+                given.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None, None, None)
 
 
 class _Gradient(torch.autograd.Function):

@@ -12,12 +12,13 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import Handle, ops, phase, recv, send, work
+from ..comm.settings import now
 from ..model.head import IGNORED
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
 from .data import no_sync
 from .deferred import Deferred, deferring
-from .pipeline import Pipeline, Stage
+from .pipeline import Pipeline, Stage, agree
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
 Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
@@ -31,9 +32,13 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
     `head.cross_entropy`. Gradients add up in the parameters: call `grads.finish(model)` after the last `run` of a step.
     Raises ValueError where the schedule is not right (`schedule.check`), is for other stages than the model was cut
     for, or for another number of micro-batches, where a micro-batch has not a label for every token, and where a data
-    axis sums the gradients and `valid`, which only its ranks know together, is not given.
+    axis sums the gradients and `valid`, which only its ranks know together, is not given; in debug mode also where
+    ranks have other schedules or micro-batches. Raises RuntimeError where there is backward and gradients are off.
     """
-    trains = any(action.kind == "B" or action.kind == "I" for order in orders for action in order)
+    trains = backward(orders)
+    if trains and not torch.is_grad_enabled():
+        raise RuntimeError("this schedule has backward passes, which need gradients: run it outside of torch.no_grad, "
+                           "or take schedule.forward_only")
     for i, (tokens, labels) in enumerate(parts):
         if tokens.shape != labels.shape:
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}, in "
@@ -51,9 +56,19 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
         total.add_(each.detach())
         return each
 
+    if now().debug and hasattr(model, "pipeline"):
+        plan = [repr(orders).encode(), *(each.cpu().numpy().tobytes() for part in parts for each in part)]
+        agree(model.pipeline.group, "runs", b";".join(plan))  # type: ignore
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
         pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss)
+    if pipeline.group.size() == 1:
+        return total
     return ops.broadcast(total, pipeline.rank_of(pipeline.count - 1), pipeline.group)
+
+
+def backward(orders: Orders) -> bool:
+    """Whether the schedule has backward passes."""
+    return any(action.kind in ("B", "I") for order in orders for action in order)
 
 
 @torch.no_grad()
@@ -61,6 +76,8 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
     """The logits (batch, seq, vocab) of each of the `parts`, token ids (batch, seq): on the rank of the last stage, on
     the others None. `orders` is a schedule without backward, such as `schedule.forward_only`. Raises as `run` does."""
     out: dict[int, torch.Tensor] = {}
+    if backward(orders):
+        raise ValueError("logits are for inference, and this schedule has backward passes: take schedule.forward_only")
 
     def keep(i: int, stream: torch.Tensor) -> torch.Tensor:
         out[i] = model.lm_head(stream, shape=parts[i].shape)
@@ -103,7 +120,7 @@ class _Rank:
         self.going: dict[int, Handle] = {}  # the last message to each rank: the next one waits for it
         # of each forward pass whose backward is to come: its input, and where backward begins
         self.live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
-        self.later = {each: Deferred() for each in self.split}
+        self.later: dict[tuple[int, int], Deferred] = {}
 
     def forward(self, action: Action) -> None:
         _, number, i, _ = action
@@ -146,7 +163,9 @@ class _Rank:
             self.later.pop((number, i)).compute()
 
     def deferring(self, number: int, i: int):
-        return deferring(self.later[number, i]) if (number, i) in self.split else nullcontext()
+        if (number, i) not in self.split:
+            return nullcontext()
+        return deferring(self.later.setdefault((number, i), Deferred()))
 
     def recv(self, action: Action) -> None:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch

@@ -59,7 +59,7 @@ def finish(model: nn.Module) -> None:
     """Sum what backward left in parts, in place: over the data axis, then over ranks that hold the same.
 
     Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step. The parts
-    travel in one piece, one all-reduce for each group and dtype. Raises RuntimeError where it has been called already,
+    travel in one piece, one all-reduce for each group and dtype. Raises RuntimeError where these are summed already,
     and where a parameter is trained that was frozen, or not there, when the model got its data axis.
     """
     with phase("finish"):

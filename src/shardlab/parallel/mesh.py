@@ -42,7 +42,7 @@ def some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     ranks that are in different numbers of them would wait for each other for ever when they make the next one.)
     """
     others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank not in ranks)
-    return _some(group, ranks if dist.get_rank() in ranks else others)
+    return _some(group, tuple(sorted(ranks)) if dist.get_rank() in ranks else others)
 
 
 # Groups last as long as the ranks, and each of gloo's has a thread that wakes a hundred times a second: ranks that stay

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from ..comm import ops, phase
 from ..model.transformer import Transformer
-from ..schedule import Orders, placement
+from ..schedule import Orders, check, placement
 from ..specs import padded
 from ..specs.stages import split
 from . import grads, mesh
@@ -47,7 +48,7 @@ class Pipeline:
         # a tied embedding on two ranks, which both have a part of its gradient
         self.shares_ends = model.lm_head.weight is model.embed_tokens.weight and self.rank_of(0) != self.rank_of(
             self.count - 1)
-        self.hidden, self._dtype = model.spec.hidden, model.embed_tokens.weight.dtype
+        self.hidden = model.spec.hidden
         # with sequence parallelism a rank of the tensor axis has a slice of the stream
         self._slices = getattr(model.embed_tokens, "group", None) if getattr(model.embed_tokens, "mode", 0) else None
 
@@ -57,12 +58,19 @@ class Pipeline:
 
     def stream(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Room for the stream of `tokens` (batch, seq): (batch, seq, hidden), or a slice of its rows."""
-        one = next(model.parameters(), None)  # a rank without layers has none, and takes what the model was of when cut
         shape = tuple(tokens.shape)
         if self._slices is not None:
             p = self._slices.size()
             shape = padded(tokens.numel(), p) // p,
-        return tokens.new_empty(*shape, self.hidden, dtype=self._dtype if one is None else one.dtype)
+        return tokens.new_empty(*shape, self.hidden, dtype=_dtype(model))
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The stream's: that of matrices, for norms may be kept finer; where they are quantised, that of the rest."""
+    plain = (module for module in model.modules() if not parametrize.is_parametrized(module))
+    matrices = (module.weight for module in plain if isinstance(module, (nn.Linear, nn.Embedding)))
+    some = next(matrices, next(model.parameters(), None))
+    return (model.get_buffer("stream_like") if some is None else some).dtype
 
 
 def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = None,
@@ -75,9 +83,10 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     train with `execute.run`, and call `grads.finish(model)`. A tied embedding that first and last stage need is on both
     ranks, the same as on the first.
 
-    A rank that gets no layers has no parameters, and so needs no optimizer. Raises ValueError on a model that has a
-    pipeline or a data axis already, or is quantised, on other `weights` than `split` takes, where schedule and group
-    differ in ranks, and where a stage is on several ranks.
+    A rank that gets no layers has no parameters; an optimizer of none is `AdamW([{"params": []}])`. Raises ValueError
+    on a model that has a pipeline or a data axis already, or is quantised, on other `weights` than `split` takes, where
+    schedule and group differ in ranks, where a stage is on several ranks, and, on all ranks, where they differ in
+    model, schedule or `weights`.
     """
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline already: cut the one without")
@@ -85,6 +94,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
         raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise ValueError("this model is quantised: cut the plain one, then quantise each part")
+    if orders is not None:
+        check(orders)
     stages = [[rank] for rank in range(group.size())] if orders is None else placement(orders)
     if len(stages) != group.size():
         raise ValueError(f"the schedule is for {len(stages)} ranks, and the group has {group.size()}")
@@ -92,7 +103,12 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     if numbers != list(range(len(set(numbers)))):
         raise ValueError(f"the ranks have stages {stages}: each must be on one rank (DualPipe has two copies of the "
                          "model; dualpipe_v runs as well with one)")
-    pipeline = Pipeline(model, group, stages, split(len(model.layers), len(numbers), weights))
+    layers = split(len(model.layers), len(numbers), weights)
+    with phase("start"):
+        agree(group, "cuts", repr((model.spec, stages, layers)).encode())
+    pipeline = Pipeline(model, group, stages, layers)
+    # for a rank without layers: `model.to` converts it as it does the others' weights
+    model.register_buffer("stream_like", model.embed_tokens.weight.new_empty(0), persistent=False)
     _share_ends(model, pipeline)
     held = {layer for stage in pipeline.mine.values() for layer in stage.layers}
     # a dictionary, so that layer 7 is layers.7 wherever it is
@@ -105,6 +121,19 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     model.pipeline = pipeline  # type: ignore[assignment]
     model.stream = model.hidden = _refuse  # type: ignore  # which loss, logits and generate all begin with
     return model
+
+
+def agree(group: dist.ProcessGroup, does: str, plan: bytes) -> None:
+    """Raise ValueError, on all ranks, where one has another plan: what they would come to is no model's."""
+    if group.size() == 1:
+        return
+    told = int.from_bytes(blake2b(plan, digest_size=8).digest(), "little", signed=True)
+    first, *others = ops.all_gather(torch.tensor([told]), group).tolist()
+    ranks = dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks[1:], others, strict=True):
+        if other != first:
+            raise ValueError(f"rank {rank} {does} otherwise than rank {ranks[0]}: give all ranks the same model, "
+                             "schedule, weights and micro-batches")
 
 
 @torch.no_grad()

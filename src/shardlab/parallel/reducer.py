@@ -188,8 +188,6 @@ class Reducer:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """Autograd's hook: the gradient of the parameter is complete for this pass."""
-        if parameter.grad is None:  # put off to another pass: see `deferred`
-            return
         self.enter()
         bucket = self._of[parameter]
         if parameter not in self.used and bucket.has(parameter):

@@ -46,7 +46,10 @@ def enter(x: torch.Tensor, layers: Sequence[nn.Linear], group: dist.ProcessGroup
     x is the stream between cut layers: whole, (…, hidden), or with sequence parallelism this rank's rows of it,
     (rows, hidden); then the outputs are (p · rows, …), padding and all.
     """
-    return _Enter.apply(x, group, mode, *[parameter for layer in layers for parameter in (layer.weight, layer.bias)])
+    weights, later = [layer.weight for layer in layers], deferred.now()
+    given = weights if later is None else [weight.detach() for weight in weights]  # see `deferred`
+    both = [each for weight, layer in zip(given, layers, strict=True) for each in (weight, layer.bias)]
+    return _Enter.apply(x, group, mode, weights, later, None if later is None else later.called, *both)
 
 
 def leave(parts: torch.Tensor, group: dist.ProcessGroup, mode: Mode) -> torch.Tensor:
@@ -74,10 +77,9 @@ class _Enter(torch.autograd.Function):
     one collective sums those of all ranks, while the weights' gradients are computed, or put off (see `deferred`)."""
 
     @staticmethod
-    def forward(ctx, x, group, mode, *parameters):
-        ctx.group, ctx.mode, ctx.shape, ctx.later = group, mode, x.shape, deferred.now()
+    def forward(ctx, x, group, mode, themselves, later, called, *parameters):
+        ctx.group, ctx.mode, ctx.shape, ctx.weights, ctx.later = group, mode, x.shape, themselves, later
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.weights = weights  # themselves: what recomputation or a hook saves comes back as other tensors
         whole = ops.all_gather(x, group) if mode else x
         ctx.save_for_backward(x if mode == "again" else whole, *weights)
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -86,8 +88,8 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *given):
         kept, *weights = ctx.saved_tensors
-        wants_input, _, _, *wants = ctx.needs_input_grad
-        wants_weight, wants_bias = wants[::2], wants[1::2]
+        wants_input, wants_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[7::2]
+        wants_weight = [weight.requires_grad for weight in ctx.weights]
         grads = [grad.flatten(0, -2) for grad in given]
         gather = ctx.mode == "again" and any(wants_weight)
         gathered = ops.all_gather(kept, ctx.group, async_op=True) if gather else None
@@ -105,4 +107,4 @@ class _Enter(torch.autograd.Function):
                 ctx.later.add(weight, grad, whole)
                 wanted = False
             out += [grad.t() @ whole if wanted else None, grad.sum(0) if bias else None]
-        return None if summed is None else summed.wait().view(ctx.shape), None, None, *out
+        return None if summed is None else summed.wait().view(ctx.shape), *[None] * 5, *out

@@ -23,9 +23,7 @@ def check(orders: Orders) -> None:
     strictly in order, with sends that wait for their receivers, all lists come to their ends. Raises TypeError on what
     is no Action.
     """
-    for rank, order in enumerate(orders):
-        _actions(rank, order)
-    _run(orders, _complete(orders))
+    _run(orders, complete(orders))
 
 
 def peak_live(orders: Orders) -> list[int]:
@@ -63,8 +61,10 @@ def _actions(rank: int, order: Sequence[Action]) -> None:
         raise ValueError(f"rank {rank} runs {first} paired with the next, and has none")
 
 
-def _complete(orders: Orders) -> Home:
-    """Raise unless each stage does each micro-batch, on one rank."""
+def complete(orders: Orders) -> Home:
+    """Raise, as `check` does, unless each stage does each micro-batch, on one rank; returns on which."""
+    for rank, order in enumerate(orders):
+        _actions(rank, order)
     home: Home = {}
     passes: dict[tuple[int, int], str] = {}  # the kinds of passes
     for rank, order in enumerate(computing(orders)):

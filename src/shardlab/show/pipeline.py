@@ -49,6 +49,8 @@ def pipeline(cases: Mapping[str, Case], unit: str = "", scale: float = 1.0) -> P
         raise ValueError("no pass in a case, so there is nothing to draw: record ledgers around execute.run")
     ranks = {name: 1 + max(box.rank for box in mine) for name, mine in told.items()}
     longest = max(box.end for mine in told.values() for box in mine)
+    if not longest > 0:
+        raise ValueError("every pass takes 0 s, so there is nothing to draw")
     height = sum(HEAD + ROW * n for n in ranks.values()) + FOOT + LEGEND
     figure = Picture(figsize=(WIDTH, height))
     wide = WIDTH - LEFT - RIGHT

@@ -38,9 +38,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
     `Batches`, or a function. `orders` is the schedule that a model cut over a pipeline runs, for as many of them. The
     first rank shows the progress. Raises ValueError where the model's data axis is another than `data`, where the
-    optimizer lacks a trained parameter, on a step without labels, and as `execute.run` does.
+    optimizer lacks a trained parameter or has one of another model, on a schedule without backward, on a step without
+    labels, and as `execute.run` does.
     """
     _check(model, optimizer, data)
+    if orders is not None and not execute.backward(orders):
+        raise ValueError("this schedule has no backward passes, and would train nothing: forward_only is to evaluate")
     coordinate, size = (0, 1) if data is None else (data.rank(), data.size())
     model.train()
     shows = progress and not (dist.is_initialized() and dist.get_rank())
@@ -98,3 +101,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, data: dist.Proces
     if missing and not (reducer and reducer.shards):  # ZeRO has seen to that, and put slices in their place
         raise ValueError(f"the optimizer does not hold {missing[0]}, which is trained ({len(missing)} such): make it "
                          "after tensor.cut, which makes new parameters, or freeze what it should leave alone")
+    foreign = held - set(model.parameters())
+    if foreign and not (reducer and reducer.shards):
+        raise ValueError(f"the optimizer holds {len(foreign)} parameters that the model has not: make it after "
+                         "tensor.cut and pipeline.cut, or it keeps the whole model's memory")
