@@ -406,8 +406,8 @@ def test_under_torchrun_links_are_slowed_too(tmp_path):
         from shardlab.specs import LinkSpec, Topology
         def total(group):
             start = time.monotonic()
-            x = comm.all_reduce(torch.ones(1) + group.rank(), group=group)
-            return x.item(), time.monotonic() - start
+            x = comm.all_reduce(torch.ones(2) + group.rank(), group=group)  # a message each way, twice
+            return x[0].item(), time.monotonic() - start
         slow = Topology(nodes=2, per_node=1, between=LinkSpec(name="slow", per_direction=1e6, alpha=0.2))
         results = launch(total, 2, topology=slow)
         assert [x for x, _ in results] == [3.0, 3.0] and min(seconds for _, seconds in results) > 0.2

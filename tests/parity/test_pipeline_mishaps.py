@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardlab import comm, quant
+from shardlab.launch import launch
 from shardlab.model import checkpoint, initialise
-from shardlab.parallel import data, execute, pipeline, tensor
+from shardlab.parallel import data, execute, mesh, pipeline, tensor
 from shardlab.schedule import dualpipe, forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
 
 
@@ -211,6 +212,18 @@ def several(group, places):
 def test_ends_on_the_same_two_ranks_are_one_group(pool):
     """Ends (0, 1), (1, 0), (0, 2): were the second another group than the first, the third would be waited for."""
     assert pool(3).run(several, [(0, 2, 1), (1, 2, 0), (0, 1, 2)]) == [True] * 3
+
+
+def lopsided(group):
+    """The ranks are in different numbers of groups, which is how PyTorch would name the ends' group."""
+    for _ in range(2):
+        torch.distributed.new_group([1])
+    pipeline.cut(build(), group, gpipe(2, 1))
+    return mesh.blocks(group, 1).size()
+
+
+def test_groups_that_a_program_has_made_are_in_no_pipeline_s_way():
+    assert launch(lopsided, 2, timeout=60) == [1, 1]
 
 
 def converted(group):

@@ -74,3 +74,17 @@ def number_of(rank: int, group, what: str) -> int:
     if isinstance(rank, bool) or not isinstance(rank, Integral) or rank not in ranks:
         raise ValueError(f"cannot {what} rank {rank!r}: the group has ranks {list(ranks)}")
     return ranks.index(int(rank))
+
+
+def level(group: dist.ProcessGroup) -> None:
+    """Have all ranks of `group`, which all call it, in equally many groups, before some of them make another.
+
+    PyTorch names a group that only its members make by how many they are in before: ranks that are in different numbers
+    of them, because a program has made groups of some ranks, would wait for each other for ever. Those that are in
+    fewer get groups of their own, of one rank.
+    """
+    known = dist.distributed_c10d._world.pg_names
+    counts = [0] * group.size()
+    dist.all_gather_object(counts, len(known), group)
+    for _ in range(max(counts) - len(known)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -8,6 +8,8 @@ from functools import cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..comm.groups import level
+
 
 def build(**axes: int) -> DeviceMesh:
     """A mesh over all ranks with the named axes and their sizes, the last axis over neighbouring ranks.
@@ -34,15 +36,10 @@ def blocks(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     return group if size == p else _block(group, size)
 
 
-def some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these global ranks, some of `group`'s, if this rank is one of them; of the others, if it is not. All
-    ranks of `group` must call it.
-
-    Called again, it gives the same group. (PyTorch tells a group of some ranks by how many groups a rank is in before:
-    ranks that are in different numbers of them would wait for each other for ever when they make the next one.)
-    """
-    others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank not in ranks)
-    return _some(group, tuple(sorted(ranks)) if dist.get_rank() in ranks else others)
+def some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of these global ranks, some of `group`'s, or None where this rank is not one of them; all of `group`'s
+    ranks must call it. Called again, it gives the same group."""
+    return _some(group, tuple(sorted(ranks)))
 
 
 # Groups last as long as the ranks, and each of gloo's has a thread that wakes a hundred times a second: ranks that stay
@@ -60,10 +57,16 @@ def _mesh(world: dist.ProcessGroup, axes: tuple[tuple[str, int], ...]) -> Device
 
 @cache
 def _block(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    level(group)
     ranks = dist.get_process_group_ranks(group)
-    return _some(group, tuple(ranks[group.rank() // size * size :][:size]))
+    return _new(group, ranks[group.rank() // size * size :][:size])
 
 
 @cache
-def _some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=group.group_desc)
+def _some(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    level(group)
+    return _new(group, list(ranks)) if dist.get_rank() in ranks else None
+
+
+def _new(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=group.group_desc)

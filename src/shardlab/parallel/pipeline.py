@@ -142,8 +142,7 @@ def _share_ends(model: Transformer, pipeline: Pipeline) -> None:
     first, last = pipeline.rank_of(0), pipeline.rank_of(pipeline.count - 1)
     if not pipeline.shares_ends:
         return
-    ends = mesh.some(pipeline.group, (first, last))
-    if dist.get_rank() not in (first, last):
+    if (ends := mesh.some(pipeline.group, (first, last))) is None:
         return
     table = model.embed_tokens
     for module in (table, model.lm_head):  # a tensor axis has marked both
