@@ -80,9 +80,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, given):
         x, weight = ctx.saved_tensors
-        ctx.later.add(ctx.weight, given.flatten(0, -2), x.flatten(0, -2))
-        return (given @ weight if ctx.needs_input_grad[0] else None, None,
-                given.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None, None, None)
+        rows = given.flatten(0, -2)
+        ctx.later.add(ctx.weight, rows, x.flatten(0, -2))
+        of_x = given @ weight if ctx.needs_input_grad[0] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None, None, None
 
 
 class _Gradient(torch.autograd.Function):

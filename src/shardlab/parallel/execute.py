@@ -133,7 +133,9 @@ class _Rank:
             out = self.compute(stage, x, i)
         if trains:
             # the edge, not the tensor: what has been sent need not be kept
-            root = None if not out.requires_grad else out if stage.last else get_gradient_edge(out)
+            root: torch.Tensor | GradientEdge | None = None  # if nothing is trained up to here
+            if out.requires_grad:
+                root = out if stage.last else get_gradient_edge(out)
             self.live[number, i] = x, root
         if not stage.last:
             self.made["F", number, i] = out.detach()
@@ -148,7 +150,8 @@ class _Rank:
     def backward(self, action: Action) -> None:
         """B, or I: with what is put off it is the same."""
         kind, number, i, _ = action
-        given = None if self.pipeline.mine[number].last else self.take("B", number + 1, i)
+        last = self.pipeline.mine[number].last
+        given = None if last else self.take("B", number + 1, i)
         x, root = self.live.pop((number, i))
         with work(kind, number, i), self.deferring(number, i):
             if root is not None:  # else nothing up to here is trained
