@@ -419,6 +419,7 @@ def test_under_torchrun_links_are_slowed_too(tmp_path):
 # many of them, and what they leave
 
 
+@pytest.mark.more
 @linux
 def test_two_hundred_launches_four_at_a_time_leave_nothing(temp):
     launch(who, 2)

@@ -251,6 +251,7 @@ def traces(pid):
             [line for line in maps if line.split()[1].endswith("s")])
 
 
+@pytest.mark.more
 def test_two_hundred_launches_leave_nothing(tmp_path, monkeypatch):
     def step(group, n):
         with comm.use(transport="shm"):

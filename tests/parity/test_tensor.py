@@ -16,10 +16,16 @@ from shardlab.specs import ModelSpec
 RUNS = [pytest.param(spec, p, id=f"{name}-{p}") for name, (spec, worlds) in CASES.items() for p in worlds]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("sizes,p", RUNS)
-def test_a_cut_model_is_the_plain_one(pool, sizes, p, optimizer):
-    check(pool(p).run(compare, sizes, optimizer=optimizer))
+def test_a_cut_model_is_the_plain_one(pool, sizes, p):
+    check(pool(p).run(compare, sizes))
+
+
+@pytest.mark.parametrize("sizes,p", [
+    pytest.param(spec, p, id=f"{name}-{p}", marks=[pytest.mark.more] * (p < worlds[-1]))
+    for name, (spec, worlds) in CASES.items() for p in worlds])
+def test_by_adamw_too(pool, sizes, p):
+    check(pool(p).run(compare, sizes, optimizer="adamw"))
 
 
 @pytest.mark.parametrize("p", [2, 4])

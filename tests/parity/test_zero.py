@@ -30,7 +30,7 @@ def test_a_sharded_model_is_the_plain_one(pool, p, stage):
 
 
 @pytest.mark.parametrize("stage", ZERO)
-@pytest.mark.parametrize("p", WORLDS)
+@pytest.mark.parametrize("p", [pytest.param(p, marks=[pytest.mark.more] * (p < 4)) for p in WORLDS])
 def test_a_sharded_model_is_the_plain_one_through_shared_memory(pool, p, stage):
     check(pool(p).run(compare, stage, transport="shm"))
     check_float32(pool(p).run(compare, stage, "sgd", "shm", torch.float32, steps=2))

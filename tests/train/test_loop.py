@@ -97,7 +97,8 @@ CUTS = {
     "ZeRO-1": (by_zero(1), 2, 3), "ZeRO-2": (by_zero(2), 2, 3), "ZeRO-3": (by_zero(3), 2, 3),
     "ZeRO-3 × sequence": (by_all, 4), "pipeline": (by_pipeline, 2), "data × pipeline": (by_pipeline, 4),
 }
-RUNS = [pytest.param(cut, p, id=f"{name}-{p}") for name, (cut, *worlds) in CUTS.items() for p in worlds]
+RUNS = [pytest.param(cut, p, id=f"{name}-{p}", marks=[pytest.mark.more] * (p < worlds[-1]))
+        for name, (cut, *worlds) in CUTS.items() for p in worlds]
 
 
 def schedule_of(model):
