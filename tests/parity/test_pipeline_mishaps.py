@@ -178,10 +178,13 @@ def test_ranks_that_cut_in_different_places_are_told(pool):
 
 
 def run_otherwise(group):
-    """Other tokens of the same shape on each rank, which no message tells; another order of micro-batches."""
+    """Other tokens of the same shape on each rank, which no message tells; the same ones in another shape; another
+    order of micro-batches."""
     model, said = cut(group), []
     swapped = [[action._replace(microbatch=2 - action.microbatch) for action in order] for order in one_f_one_b(2, 3)]
+    turned = [[each.reshape(4, 1) if group.rank() else each for each in part] for part in equal()]
     for orders, parts in ((one_f_one_b(2, 3), [(tokens + group.rank(), labels) for tokens, labels in equal()]),
+                          (one_f_one_b(2, 3), turned),
                           (swapped if group.rank() else one_f_one_b(2, 3), equal())):
         with comm.use(debug=True), pytest.raises(ValueError) as error:
             execute.run(model, orders, parts)
