@@ -5,6 +5,7 @@ There is no schedule in here. What is proved by `schedule.check`, drawn and pric
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -22,6 +23,7 @@ from .pipeline import Pipeline, Stage, agree
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
 Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
+AHEAD = 2  # messages that a rank has under way to another: with one, it would wait whenever that is at work
 
 
 def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: int | None = None) -> torch.Tensor:
@@ -118,7 +120,7 @@ class _Rank:
         self.split = {(a.stage, a.microbatch) for a in order if a.kind == "I"}  # whose backward is in two halves
         self.made: dict[Key, torch.Tensor] = {}  # here, and neither used nor sent yet
         self.coming: dict[Key, Handle] = {}
-        self.going: dict[int, Handle] = {}  # the last message to each rank: the next one waits for it
+        self.going: dict[int, deque[Handle]] = {}  # the messages to each rank that it may not have taken yet
         # of each forward pass whose backward is to come: its input, and where backward begins
         self.live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
         self.later: dict[tuple[int, int], Deferred] = {}
@@ -181,19 +183,21 @@ class _Rank:
     def send(self, action: Action) -> None:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch
         to = self.pipeline.rank_of(number + 1 if kind == "F" else number - 1)
-        if to in self.going:
-            self.going[to].wait()  # and so one tensor at a time is kept for each neighbour
+        going = self.going.setdefault(to, deque())
+        if len(going) == AHEAD:
+            going.popleft().wait()
         x, tag = self.made.pop(what), _told(kind, number, i)
         with _toward(kind):
-            self.going[to] = send(x, to, self.pipeline.group, async_op=True, tag=tag)
+            going.append(send(x, to, self.pipeline.group, async_op=True, tag=tag))
 
     def take(self, *what) -> torch.Tensor:
         """What another stage has made, here or on another rank."""
         return self.coming.pop(what).wait() if what in self.coming else self.made.pop(what)
 
     def close(self) -> None:
-        for handle in self.going.values():
-            handle.wait()
+        for going in self.going.values():
+            for handle in going:
+                handle.wait()
 
 
 def _toward(kind: str):

@@ -17,10 +17,10 @@ from .channels import Channel
 from .desks import Desk
 from .semaphore import Semaphore
 
-SIZE = 48 * 2**20  # bytes mapped; only what is written to is ever used
-DESKS, CHANNELS = 32 * 2**20, 15 * 2**20  # bytes of it for all desks, for all channels
+SIZE = 60 * 2**20  # bytes mapped; only what is written to is ever used
+DESKS, CHANNELS = 24 * 2**20, 35 * 2**20  # bytes of it for all desks, for all channels
 LARGEST_SLOT, LARGEST_CHUNK = 2**22, 2**18  # bytes of data in a desk's slot, in a channel's
-CHANNEL_SLOTS = 4
+CHANNEL_SLOTS = 8  # 2 MiB in all on up to 4 ranks: what fits is sent at once, whatever its receiver is at
 LINE = semaphore.SIZE  # everything begins at a cache line
 
 
