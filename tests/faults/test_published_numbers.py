@@ -232,7 +232,7 @@ def test_21_a_gradient_has_its_matrixs_shape():
     what a weight stored as (out, in) takes."""
     spec = ModelSpec(hidden=6, layers=1, heads=1, kv_heads=1, head_dim=6, ffn=10, vocab=7)
     torch.manual_seed(0)
-    block, seen = MLP(spec), {}
+    block, seen = MLP(spec.hidden, spec.ffn), {}
     block.up_proj.register_forward_hook(lambda layer, given, made: seen.update(x=given[0], y=made))
     y = block(torch.randn(5, spec.hidden))
     seen["y"].retain_grad()

@@ -12,11 +12,13 @@ gradient is already whole.
 | `gather_from`     | all-gather          | slice → whole   | take own slice      |
 | `all_gather`      | all-gather          | slice → whole   | reduce-scatter      |
 | `reduce_scatter`  | reduce-scatter      | parts → slice   | all-gather          |
+| `all_to_all`      | all-to-all          | rows → rows     | all-to-all, back    |
 
 `gather_from` is for what every rank goes on to use in the same way (its gradient is whole already), `all_gather` for
 what each rank uses differently (its gradients are parts). The first two are Megatron-LM's f and g (arXiv:1909.08053,
 §3), the next two their analogues along a dim; the last two are sequence parallelism's (arXiv:2205.05198, §4.2.2).
-On a group of one rank each returns its input. `reduce_from_` is `reduce_from` in place, without the copy.
+On a group of one rank each returns its input. `all_to_all` hands rows on, and their gradients come back the same way.
+`reduce_from_` is `reduce_from` in place, without the copy.
 """
 
 from __future__ import annotations
@@ -62,6 +64,17 @@ def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return _region(x, group, dim, _sum_slice, _join)
 
 
+def all_to_all(x: torch.Tensor, given: list[int], taken: list[int], group) -> torch.Tensor:
+    """Rows of `x` (sum of given, …) to every rank, given[r] to rank r; theirs joined in rank order: (sum of taken, …).
+
+    With gradients on, backward comes by on every rank, whatever this one's rows are and whether there are any: ranks
+    whose neighbours need no gradient send them all the same.
+    """
+    if group.size() == 1:
+        return x
+    return _AllToAll.apply(x, torch.zeros((), requires_grad=True), given, taken, group)
+
+
 def _region(x, group, dim, there, back):
     if group.size() == 1:
         return x
@@ -94,6 +107,18 @@ class _SumInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, always, given, taken, group):
+        ctx.back = taken, given, group
+        return ops.all_to_all(x, given, taken, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ops.all_to_all(grad, *ctx.back), None, None, None, None
 
 
 def _same(x, group, dim):

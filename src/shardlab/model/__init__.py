@@ -3,6 +3,8 @@
 from .cache import KVCache
 from .checkpoint import from_folder, load, save
 from .parameters import Window, initialise, materialise
+from .router import Routing, Rules
 from .transformer import Transformer
 
-__all__ = ["KVCache", "Transformer", "Window", "from_folder", "initialise", "load", "materialise", "save"]
+__all__ = ["KVCache", "Routing", "Rules", "Transformer", "Window", "from_folder", "initialise", "load", "materialise",
+           "save"]

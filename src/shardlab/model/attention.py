@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import call
 
 import torch
@@ -14,6 +14,8 @@ from .cache import LayerCache
 from .dropout import Dropout
 from .recompute import Run
 from .rope import rotate
+
+Attend = Callable[..., torch.Tensor]  # see `attend`
 
 
 class Attention(nn.Module):
@@ -33,6 +35,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=spec.norm_eps) if spec.qk_norm else None
         self.dropout = Dropout(dropout)
+        self.attend: Attend = attend
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None = None,
@@ -47,7 +50,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
-        y = run(core, q, k, v, cos, sin, cache)
+        y = run(core, q, k, v, cos, sin, cache, self.attend)
         return self.o_proj(self.dropout(y.transpose(1, 2).reshape(batch, seq, -1), seed))
 
     def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
@@ -56,7 +59,8 @@ class Attention(nn.Module):
 
 
 def core(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: LayerCache | None,
+    attend: Attend,
 ) -> torch.Tensor:
     """The part of attention that has no weights: (batch, heads, seq, head_dim), of KV heads for k and v, → as q."""
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -65,10 +69,10 @@ def core(
     return attend(q, k, v)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Softmax(q kᵀ / √head_dim) v, the queries being the last tokens of the keys: causal.
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Softmax(scale · q kᵀ) v, the queries being the last tokens of the keys: causal. By default scale is 1/√head_dim.
 
-    q (batch, heads, new, head_dim), k and v (batch, kv_heads, tokens, head_dim) → (batch, heads, new, head_dim).
+    q (batch, heads, new, head_dim), k and v (batch, kv_heads, tokens, head_dim) → (batch, heads, new, v's head_dim).
     """
     new, tokens = q.shape[2], k.shape[2]
     mask = None
@@ -76,4 +80,5 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(new, tokens, dtype=torch.bool, device=q.device).tril(tokens - new)
     # enable_gqa reads each KV head several times where it lies. On one CPU thread, 8 × 256 tokens, 8 heads of 64 over
     # 2 KV heads, forward and backward: 62 ms, against 70 ms with the KV heads repeated in memory (float64: 204, 216).
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == tokens, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == tokens, scale=scale,
+                                          enable_gqa=True)

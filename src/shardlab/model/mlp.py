@@ -8,20 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..specs import ModelSpec
-
 
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)), with `ffn` hidden units."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, hidden: int, ffn: int, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.gate_proj = nn.Linear(hidden, ffn, bias=bias)
+        self.up_proj = nn.Linear(hidden, ffn, bias=bias)
+        self.down_proj = nn.Linear(ffn, hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, hidden) → (batch, seq, hidden)."""
+        """(…, hidden) → (…, hidden)."""
         gate, up = self.project(x)
         gate = F.silu(gate)
         gate = gate * up
@@ -29,5 +27,5 @@ class MLP(nn.Module):
         return self.down_proj(gate)
 
     def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """gate(x) and up(x), each (batch, seq, ffn)."""
+        """gate(x) and up(x), each (…, ffn)."""
         return self.gate_proj(x), self.up_proj(x)

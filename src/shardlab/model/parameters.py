@@ -90,5 +90,5 @@ def initialise(model: nn.Module, seed: int = 0, std: float = 0.02, device: torch
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             parameter.copy_(drawn.normal_(0, std, generator=generator))
         else:
-            parameter.fill_(0.0 if names[0].endswith(".bias") else 1.0)
+            parameter.fill_(0.0 if names[0].endswith("bias") else 1.0)
     return model

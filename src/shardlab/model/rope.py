@@ -15,12 +15,12 @@ from ..specs import ModelSpec, RopeScaling
 
 
 def table(spec: ModelSpec, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin for `rotate`, each (1 or batch, 1, seq, head_dim), of positions (seq,) or (batch, seq).
+    """cos and sin for `rotate`, each (1 or batch, 1, seq, rotated), of positions (seq,) or (batch, seq).
 
     Angles are computed in float32 whatever `dtype` is, as `transformers` does.
     """
     angles = positions.float().unsqueeze(-1) * frequencies(spec, positions.device)
-    angles = torch.cat((angles, angles), -1).view(-1, 1, positions.shape[-1], spec.head_dim)
+    angles = torch.cat((angles, angles), -1).view(-1, 1, positions.shape[-1], spec.rotated)
     scale = _magnitude(spec.rope_scaling)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
@@ -32,8 +32,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
-    """fᵢ = theta^(−2i/d), scaled as the spec says: (head_dim / 2,) float32, in radians a position."""
-    d = spec.head_dim
+    """fᵢ = theta^(−2i/d), scaled as the spec says: (spec.rotated / 2,) float32, in radians a position."""
+    d = spec.rotated
     f = 1.0 / spec.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32, device=device) / d)
     scaling = spec.rope_scaling
     if scaling is None:
@@ -58,7 +58,7 @@ def _llama3_share(f: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def _yarn_share(spec: ModelSpec, scaling: RopeScaling, device: torch.device) -> torch.Tensor:
     """The same for YaRN (arXiv:2309.00071, §3.2): a linear ramp over the index of the pair, not over its turns."""
-    d, context = spec.head_dim, scaling.original_max_position_embeddings
+    d, context = spec.rotated, scaling.original_max_position_embeddings
     assert context is not None  # RopeScaling sees to it
 
     def index(turns: float) -> float:

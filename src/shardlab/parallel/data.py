@@ -17,6 +17,7 @@ from torch import nn
 from ..comm import ops, phase
 from ..model.head import Head
 from ..specs.rows import BUCKET
+from . import grads
 from .flat import buckets
 from .reducer import Reducer, no_sync
 
@@ -29,7 +30,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
     Every rank of the group calls it. Parameters and buffers become those of the group's first rank, however each has
     been seeded. From then on backward sums gradients over the group while it runs, in buckets of `bucket_bytes`; after
     it, call `grads.finish(model)`. To add up several passes, run all but the last inside `no_sync(model)`. A frozen
-    parameter has no gradient; nor has one that no rank has used. Raises ValueError on a model that has a data axis, on
+    parameter has no gradient; nor has one that no rank has used. Experts that are spread over the group (`expert.cut`)
+    are left alone. Raises ValueError on a model that has a data axis, on
     ranks whose models differ in more than their weights, and from then on in the backward of a loss without `valid`.
     """
     if hasattr(model, "reducer"):
@@ -38,7 +40,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
         return model
     agree(model, group)
     count(model, group)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    spread = grads.spread(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in spread]
     model.reducer = Reducer(buckets(trained[::-1], 1, bucket_bytes), group)  # type: ignore[assignment]
     stay(model)
     return model
@@ -51,7 +54,8 @@ def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
     Raises ValueError, on all ranks, where their models differ in names, shapes, dtypes or in what is frozen.
     """
     first, *others = dist.get_process_group_ranks(group)
-    held = [*model.named_parameters(), *model.named_buffers()]
+    spread = grads.spread(model)
+    held = [(name, each) for name, each in model.named_parameters() if each not in spread] + [*model.named_buffers()]
     kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
     told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
             int.from_bytes(blake2b(repr(kinds).encode(), digest_size=8).digest(), "little", signed=True)]

@@ -10,6 +10,8 @@ left is noted by the cuts, parameter by parameter (`mark`), and by the data axis
 | the same, and the same gradient               |            | nothing            | counts it once               |
 | one model each, for different data            | a reducer  | sums the gradients | once, or adds shards' squares |
 | different layers                              | a pipeline | nothing            | adds their squares           |
+| different experts, for data of them all       | spread     | nothing, but sums  | adds their squares           |
+|                                               |            | over their copies  |                              |
 
 The marks are on modules, since `load_state_dict(assign=True)` replaces parameters.
 """
@@ -17,7 +19,7 @@ The marks are on modules, since `load_state_dict(assign=True)` replaces paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,11 +32,13 @@ from ..comm import ops, phase
 
 @dataclass(frozen=True)
 class Mark:
-    """How ranks hold a parameter: `cut` over a group, the same but with `partial` gradients on a group, or both: with
-    fewer KV heads than ranks some hold the same one, and together they hold all."""
+    """How ranks hold a parameter: `cut` over groups, the same but with `partial` gradients on a group, or both: with
+    fewer KV heads than ranks some hold the same one, and together they hold all. An expert is `spread`: it is cut over
+    ranks of the data axis, which has no more to do with it."""
 
-    cut: dist.ProcessGroup | None = None
+    cut: tuple[dist.ProcessGroup, ...] = ()
     partial: dist.ProcessGroup | None = None
+    spread: bool = False
 
 
 class Piece(NamedTuple):
@@ -47,11 +51,12 @@ class Piece(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]
 
 
-def mark(module: nn.Module, name: str = "weight", *, cut: dist.ProcessGroup | None = None,
-         partial: dist.ProcessGroup | None = None) -> None:
+def mark(module: nn.Module, name: str = "weight", *, cut: dist.ProcessGroup | tuple[dist.ProcessGroup, ...] = (),
+         partial: dist.ProcessGroup | None = None, spread: bool = False) -> None:
     """Note how ranks hold the parameter `name` of `module`, if it has one."""
     if getattr(module, name, None) is not None:
-        module.__dict__.setdefault("marks", {})[name] = Mark(cut, partial)
+        groups = cut if isinstance(cut, tuple) else (cut,)
+        module.__dict__.setdefault("marks", {})[name] = Mark(groups, partial, spread)
 
 
 @torch.no_grad()
@@ -64,8 +69,8 @@ def finish(model: nn.Module) -> None:
     """
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
-            for name, parameter, _, _ in _trained(model):
-                if parameter not in reducer:
+            for name, parameter, own, _ in _trained(model):
+                if parameter not in reducer and not own.spread:
                     raise RuntimeError(f"the gradient of {name} is not summed over ranks: it is new, or was frozen, "
                                        "since the model was replicated or sharded; do that last")
             reducer.finish()
@@ -89,11 +94,16 @@ def marks(model: nn.Module) -> dict[nn.Parameter, Mark]:
             for name, each in getattr(module, "marks", {}).items()}
 
 
+def spread(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that the data axis leaves alone: see `Mark`."""
+    return {parameter for parameter, each in marks(model).items() if each.spread}
+
+
 def pieces(model: nn.Module) -> Iterator[Piece]:
     """What this rank holds of the gradients, each parameter once, those without a gradient left out."""
     held = getattr(model, "reducer", None)
     for name, parameter, own, groups in _trained(model):
-        gradient = parameter.grad if held is None else held.gradient(parameter)
+        gradient = parameter.grad if held is None or own.spread else held.gradient(parameter)
         if gradient is not None:
             yield Piece(name, gradient, own, groups)
 
@@ -113,24 +123,40 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
     # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same
     trained, pipeline = list(_trained(model)), _pipeline(model)
-    # the pipeline's last, for its stages may differ in the others: each has its own sum by then
-    axes = dict.fromkeys([*(g for _, _, _, groups in trained for g in groups if g not in pipeline), *pipeline])
+    join = torch.maximum if largest else torch.add
     total = torch.zeros((), dtype=torch.float64, device=trained[0][1].device if trained else None)
-    for piece in pieces(model):
-        if piece.mark.partial and reducer is None and not hasattr(piece.gradient, "finished"):
-            raise RuntimeError(f"this rank has a part of the gradient of {piece.name}: call grads.finish(model) first")
-        own = _power(piece.gradient, norm_type)
-        alike = [group for group in axes if group not in piece.groups]
-        alike += [piece.mark.partial] if piece.mark.partial and _inside(piece.mark.partial, piece.groups) else []
-        if any(group.rank() for group in alike):
-            own = own * 0  # the first of those that hold the same counts it; of what is not finite this leaves nan
-        total = torch.maximum(total, own) if largest else total + own
-    if largest:
-        total = total.where(~total.isnan(), math.inf)  # a backend's maximum may lose nan
     with phase("clip"):
-        for group in axes:
-            ops.all_reduce(total, "max" if largest else "sum", group)
+        for spread in (False, True):  # experts lie over other groups than the rest: two sums
+            some = [groups for _, _, own, groups in trained if own.spread is spread]
+            axes = dict.fromkeys(group for groups in some for group in groups if group not in pipeline)
+            part = torch.zeros_like(total)
+            for piece in pieces(model):
+                if piece.mark.spread is spread:
+                    part = join(part, _share(piece, axes, norm_type, summed=reducer is not None and not spread))
+            total = join(total, _over(axes, part, largest))
+        # the pipeline's last, for its stages may differ in the others: each has its own sum by then
+        total = _over(pipeline, total, largest)
     return total if largest else total ** (1 / norm_type)
+
+
+def _share(piece: Piece, axes: Iterable[dist.ProcessGroup], norm_type: float, summed: bool) -> torch.Tensor:
+    """What this rank counts of a gradient: `_power` of it on the first of the ranks that hold the same, else 0."""
+    if piece.mark.partial and not summed and not hasattr(piece.gradient, "finished"):
+        raise RuntimeError(f"this rank has a part of the gradient of {piece.name}: call grads.finish(model) first")
+    own = _power(piece.gradient, norm_type)
+    alike = [group for group in axes if group not in piece.groups]
+    alike += [piece.mark.partial] if piece.mark.partial and _inside(piece.mark.partial, piece.groups) else []
+    # of what is not finite this leaves nan
+    return own * 0 if any(group.rank() for group in alike) else own
+
+
+def _over(groups: Iterable[dist.ProcessGroup], part: torch.Tensor, largest: bool) -> torch.Tensor:
+    """The sum of all ranks' `part`, or the largest, group by group."""
+    if largest:
+        part = part.where(~part.isnan(), math.inf)  # a backend's maximum may lose nan
+    for group in groups:
+        ops.all_reduce(part, "max" if largest else "sum", group)
+    return part
 
 
 def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
@@ -181,8 +207,9 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             own = known.get(parameter, Mark())
-            cut = (*(() if own.cut is None else (own.cut,)), *_pipeline(model))
-            yield name, parameter, own, (*cut, reducer.group) if reducer is not None and reducer.shards else cut
+            cut = (*own.cut, *_pipeline(model))
+            shards = reducer is not None and reducer.shards and not own.spread
+            yield name, parameter, own, (*cut, reducer.group) if shards else cut  # type: ignore[union-attr]
 
 
 def _pipeline(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:

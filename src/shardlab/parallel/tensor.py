@@ -149,7 +149,7 @@ class ParallelMLP(MLP):
 
     def __init__(self, plain: MLP, spec: ModelSpec, group: dist.ProcessGroup, mode: Mode = False):
         with torch.device("meta"):
-            super().__init__(spec)
+            super().__init__(spec.hidden, spec.ffn, spec.mlp_bias)
         self.group, self.mode, p = group, mode, group.size()
         units, size = window(spec.ffn, p, group.rank(), dim=0), padded(spec.ffn, p) // p
         self.gate_proj = ColumnParallelLinear(plain.gate_proj, units, size)

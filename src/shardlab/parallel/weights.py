@@ -82,8 +82,8 @@ def whole(model: Transformer) -> Iterator[tuple[list[str], torch.Tensor]]:
 
     def value(parameter: nn.Parameter) -> torch.Tensor:
         held = _unsharded(model, parameter)
-        window, group = getattr(parameter, "window", None), marks.get(parameter, grads.Mark()).cut
-        return held if window is None or group is None else _joined(held, window, group)
+        window, groups = getattr(parameter, "window", None), marks.get(parameter, grads.Mark()).cut
+        return held if window is None or not groups else _joined(held, window, groups[0])
 
     pipeline = getattr(model, "pipeline", None)
     if pipeline is None:

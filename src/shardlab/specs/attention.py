@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .check import whole
+from .check import flag, whole
 from .tensor import TensorSpec, linear, norm
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ class Latent:
 
     Keys and values of all heads are computed from one latent of `kv_rank` numbers a token, beside one rotated key of
     `rope_dim` that all heads share; both are what the cache holds. A head's query and key are `nope_dim` + `rope_dim`
-    long, its value `value_dim`. Queries come from a latent of `q_rank`, or straight from the stream if it is None.
-    Raises ValueError on sizes that are no whole numbers above 0.
+    long, its value `value_dim`. Queries come from a latent of `q_rank`, or straight from the stream if it is None. RoPE
+    turns neighbouring numbers together if `interleaved`, else those half of `rope_dim` apart. Raises ValueError on
+    sizes that are no whole numbers above 0, and on an odd rope_dim.
     """
 
     kv_rank: int
@@ -27,10 +28,14 @@ class Latent:
     nope_dim: int
     value_dim: int
     q_rank: int | None = None
+    interleaved: bool = True
 
     def __post_init__(self):
         for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim"):
             whole(name, getattr(self, name))
+        flag("interleaved", self.interleaved)
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} must be even: RoPE turns pairs of numbers")
         if self.q_rank is not None:
             whole("q_rank", self.q_rank)
 

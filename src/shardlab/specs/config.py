@@ -111,7 +111,8 @@ def _read_kind(config: dict[str, Any], kind: str) -> dict[str, Any]:
                                    active=_size(config, "num_experts_per_tok"), ffn=_size(config, "intermediate_size"))}
     if kind == "qwen3_moe":
         return {"experts": Experts(routed=_size(config, "num_experts"), active=_size(config, "num_experts_per_tok"),
-                                   ffn=_size(config, "moe_intermediate_size"), first_dense=_dense_layers(config))}
+                                   ffn=_size(config, "moe_intermediate_size"), first_dense=_dense_layers(config),
+                                   normalised=_flag(config, "norm_topk_prob"))}
     if kind == "deepseek_v3":
         return _read_deepseek(config)
     if kind == "gpt_oss":
@@ -130,10 +131,15 @@ def _read_deepseek(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the config lacks the key 'q_lora_rank' (null: queries are not compressed)")
     latent = Latent(kv_rank=_size(config, "kv_lora_rank"), rope_dim=_size(config, "qk_rope_head_dim"),
                     nope_dim=_size(config, "qk_nope_head_dim"), value_dim=_size(config, "v_head_dim"),
-                    q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"))
+                    q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"),
+                    interleaved=_flag(config, "rope_interleave", True))
     experts = Experts(routed=_size(config, "n_routed_experts"), active=_size(config, "num_experts_per_tok"),
                       ffn=_size(config, "moe_intermediate_size"), shared=_size(config, "n_shared_experts", 0),
-                      first_dense=_size(config, "first_k_dense_replace", 0), routing_bias=True)
+                      first_dense=_size(config, "first_k_dense_replace", 0), routing_bias=True, score="sigmoid",
+                      normalised=_flag(config, "norm_topk_prob", True),
+                      scale=number("routed_scaling_factor", config.get("routed_scaling_factor", 2.5)),
+                      groups=_size({"n_group": 8} | config, "n_group"),
+                      top_groups=_size({"topk_group": 4} | config, "topk_group"))
     mtp = whole("num_nextn_predict_layers", config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)), 0)
     return {"latent": latent, "experts": experts, "mtp": mtp, "head_dim": latent.nope_dim + latent.rope_dim}
 

@@ -148,13 +148,25 @@ class ModelSpec:
         return sum(self.active_parameters.values())
 
     @property
-    def beyond_llama(self) -> str:
+    def rotated(self) -> int:
+        """The dimensions of a head that RoPE turns."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def beyond_plain(self) -> str:
         """What it has that the plain model of this library does not compute, in words; "" if there is nothing."""
-        has = {"experts": self.experts, "latent attention": self.latent, "compressed attention": self.compressed,
+        has = {"compressed attention": self.compressed, "experts with biases": self.experts and self.experts.bias,
                "a sliding window": self.window, "attention sinks": self.sinks,
                "learned positions": self.learned_positions, "LayerNorm": self.layer_norm,
                "a feed-forward block without a gate": not self.gated}
         return ", ".join(name for name, value in has.items() if value)
+
+    @property
+    def beyond_llama(self) -> str:
+        """What it has that a Llama has not, in words; "" if there is nothing."""
+        has = {"experts": self.experts, "latent attention": self.latent}
+        own = [name for name, value in has.items() if value]
+        return ", ".join([*own, self.beyond_plain] if self.beyond_plain else own)
 
     @property
     def mtp_total(self) -> int:
