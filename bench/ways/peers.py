@@ -21,7 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from .model import MICROBATCHES, SPEC, Step, adamw, batch, model
+from shardlab.specs.stages import split
+
+from .model import MICROBATCHES, SPEC, WEIGHTS, Step, adamw, batch, model
 
 
 def ddp(group, zero: bool = False) -> Step:
@@ -60,12 +62,12 @@ def dtensor(group, sequence: bool) -> Step:
 
 
 class Part(torch.nn.Module):
-    """One of `count` stages of the plain model: as many layers as each other one."""
+    """One of `count` stages of the plain model, with the same layers as ours."""
 
     def __init__(self, number: int, count: int):
         super().__init__()
-        plain, each = model(), SPEC.layers // count
-        self.through, self.layers = plain.through, plain.layers[number * each : (number + 1) * each]
+        plain, layers = model(), split(SPEC.layers, count, WEIGHTS)[number]
+        self.through, self.layers = plain.through, plain.layers[layers.start : layers.stop]
         self.embed_tokens = plain.embed_tokens if number == 0 else None
         self.norm, self.lm_head = (plain.norm, plain.lm_head) if number == count - 1 else (None, None)
 
