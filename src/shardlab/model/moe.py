@@ -47,13 +47,18 @@ class MoE(nn.Module):
         """(batch, seq, hidden) → (batch, seq, hidden). What is dropped at a full expert, and padding, gets nothing of
         the routed experts: the stream that this is added to passes it by."""
         rows = x.flatten(0, -2)
-        y = self.mix(rows, self.gate(rows, routing), routing)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(rows)
-        return y.view_as(x)
+        weights, scores = self.gate(rows, routing)
+        self.gate.plan(routing, weights)
+        self.gate.balance(scores, routing.real, routing)
+        return self.mix(rows, weights, routing).view_as(x)
 
     def mix(self, rows: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """rows (tokens, hidden), weights (tokens, active) → (tokens, hidden): what the routed experts put out."""
+        """rows (tokens, hidden), weights (tokens, active) → (tokens, hidden): what the experts put out."""
+        y = self.routed(rows, weights, routing)
+        return y if self.shared_experts is None else y + self.shared_experts(rows)
+
+    def routed(self, rows: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The same without the shared experts."""
         assert routing.slots is not None
         token = routing.slots // weights.shape[1]
         y = self.experts(rows[token], routing) * weights.flatten()[routing.slots].unsqueeze(-1)

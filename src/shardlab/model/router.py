@@ -6,6 +6,7 @@ Softmax over all experts, as in Mixtral (arXiv:2401.04088, §2.1), or a sigmoid 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,25 +85,19 @@ class Router(nn.Module):
             bias.data = bias.data.float()  # it moves by thousandths, which 16 bits lose
         return self
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x (tokens, hidden) → the weights (tokens, active) of the experts in `routing`, chosen here the first time."""
+    def forward(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (tokens, hidden) → weights (tokens, active) and scores (tokens, routed), the former of the experts in
+        `routing`, which are chosen here the first time."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if self.spec.score == "softmax" else logits.sigmoid()
-        if first := routing.experts is None:
+        if routing.experts is None:
             with torch.no_grad():
                 routing.experts = self.choose(scores)
         weights = scores.gather(1, routing.experts)
-        if first:
-            with torch.no_grad():
-                self.plan(routing, weights)
-        if self.rules.balance:
-            balance = self.balance(scores, routing)
-            if first:  # else backward has come by, which asks for the first pass's
-                routing.balance = balance
         if self.spec.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return (weights * self.spec.scale).to(x.dtype)
+        return (weights * self.spec.scale).to(x.dtype), scores
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """The experts (tokens, active) with the best of the scores (tokens, routed), the bias added."""
@@ -116,9 +111,12 @@ class Router(nn.Module):
             scores = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
         return scores.topk(spec.active, -1).indices
 
+    @torch.no_grad()
     def plan(self, routing: Routing, weights: torch.Tensor) -> None:
         """Sort the choices by expert, each expert's in the order of tokens, and leave out those that find it full."""
         assert routing.experts is not None
+        if routing.slots is not None:
+            return
         n, active = self.spec.routed, self.spec.active
         expert = routing.experts.flatten().where(routing.real.repeat_interleave(active), n)  # n: padding's
         load = torch.bincount(expert, minlength=n + 1)[:n]
@@ -141,11 +139,20 @@ class Router(nn.Module):
         assert self.rules.capacity is not None
         return -int(-tokens * self.spec.active * self.rules.capacity // self.spec.routed)
 
-    def balance(self, scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """See `Routing`. Sigmoids are divided by their sum first (DeepSeek-V3, eq. 18)."""
+    def balance(self, scores: torch.Tensor, real: torch.Tensor, routing: Routing,
+                whole: Callable[[torch.Tensor], torch.Tensor] = lambda part: part) -> None:
+        """Give `routing` its balance, if the rules want it, from the scores (tokens, routed) of `real` (tokens,) ones.
+
+        Sigmoids are divided by their sum first (DeepSeek-V3, eq. 18). Where these are some of the routing's tokens,
+        `whole` adds up the parts.
+        """
+        if not self.rules.balance:
+            return
         assert routing.load is not None
         if self.spec.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        mean = (scores * routing.real.unsqueeze(-1)).sum(0) / routing.real.sum().clamp(min=1)
+        mean = (scores * real.unsqueeze(-1)).sum(0) / max(routing.tokens, 1)
         share = routing.load.to(scores.dtype) / routing.load.sum().clamp(min=1)
-        return self.spec.routed * (share * mean).sum()
+        balance = whole(self.spec.routed * (share * mean).sum())
+        if routing.balance is None:  # else backward has come by, which asks for the first pass's
+            routing.balance = balance

@@ -19,10 +19,11 @@ from ..comm.regions import gather_from
 from ..model.attention import Attention
 from ..model.head import IGNORED, Head
 from ..model.mlp import MLP
+from ..model.moe import MoE
 from ..model.parameters import Window
 from ..model.transformer import Block, Transformer
 from ..specs import Layout, ModelSpec, padded
-from . import grads, mesh
+from . import grads, mesh, tensor_experts
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import vocab_parallel_cross_entropy
 from .rng import ParallelDropout
@@ -30,7 +31,8 @@ from .sequence import Mode, check_mode, enter, leave, pad, unpad
 from .shard import parameter, window
 
 
-def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = False) -> Transformer:
+def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = False,
+        etp: int | None = None) -> Transformer:
     """Cut the plain `model` over the ranks of `group`, in place, and return it.
 
     Every rank of the group calls it. Each keeps its slices of the whole weights, which
@@ -38,15 +40,18 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
     (`checkpoint.load` then reads this rank's slices only). `forward` still gives the
     whole logits (batch, seq, vocab) and `loss` the whole loss, on every rank; after
     `backward` call `grads.finish(model)`. `sequence_parallel` cuts the stream between
-    the layers too, in one of two modes, "keep" or "again": see `sequence`. Raises
+    the layers too, in one of two modes, "keep" or "again": see `sequence`. `etp` is how
+    many of the ranks share an expert, all by default, or 1: see `tensor_experts`. Raises
     ValueError where the heads do not divide, naming the degrees that would do, on
-    another mode, and on a model that is cut already.
+    another mode or `etp`, and on a model that is cut already.
     """
     spec, mode = model.spec, sequence_parallel
     check_mode(mode)
     Layout(tp=group.size()).check(spec)
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline, and here some of its layers: tensor.cut it before pipeline.cut")
+    if etp not in (None, 1, group.size()):
+        raise ValueError(f"etp = {etp}: an expert is whole, 1, or cut over all {group.size()} ranks of the group")
     if group.size() == 1:
         return model
     if isinstance(model.lm_head, VocabParallelHead):
@@ -64,9 +69,12 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
     sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p else None  # of a KV head
     for layer in model.layers:
         assert isinstance(layer, Block)
-        assert isinstance(layer.self_attn, Attention) and isinstance(layer.mlp, MLP)
+        assert isinstance(layer.self_attn, Attention)
         layer.self_attn = ParallelAttention(layer.self_attn, spec, group, mode, sharers)
-        layer.mlp = ParallelMLP(layer.mlp, spec, group, mode)
+        if isinstance(layer.mlp, MoE):
+            layer.mlp = tensor_experts.cut(layer.mlp, group, mode, etp or p)
+        else:
+            layer.mlp = ParallelMLP(layer.mlp, spec, group, mode)  # type: ignore[arg-type]
         layer.dropout = ParallelDropout(layer.dropout, group, sharded=bool(mode))
         if mode:  # each rank norms its own tokens
             grads.mark(layer.input_layernorm, partial=group)
