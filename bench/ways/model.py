@@ -13,7 +13,6 @@ from shardlab.specs import ModelSpec
 SPEC = ModelSpec(hidden=512, layers=8, heads=8, kv_heads=8, head_dim=64, ffn=768, vocab=8192)
 BATCH, SEQ = 8, 256
 MICROBATCHES = 4  # of a pipeline
-WEIGHTS = [0.0, *[1.0] * SPEC.layers, 1.9]  # of embedding, layers, head: its matrix is 1.9 times as large as a layer's
 
 Step = Callable[[], torch.Tensor]  # one step of training; what this rank knows of the loss: all ranks' add up to it
 

@@ -9,7 +9,7 @@ import torch
 from shardlab.parallel import data, execute, grads, pipeline, tensor, zero
 from shardlab.schedule import SCHEDULES
 
-from .model import BATCH, MICROBATCHES, SEQ, WEIGHTS, Step, adamw, batch, model
+from .model import BATCH, MICROBATCHES, SEQ, Step, adamw, batch, model
 
 
 def replicated(group) -> Step:
@@ -31,7 +31,7 @@ def tensors(group, sequence_parallel=False) -> Step:
 
 def piped(group, schedule: str) -> Step:
     orders = SCHEDULES[schedule](group.size(), MICROBATCHES)
-    cut = pipeline.cut(model(), group, orders, WEIGHTS)
+    cut = pipeline.cut(model(), group, orders)
     optimizer = adamw(cut.parameters())
     parts = [batch(part, MICROBATCHES) for part in range(MICROBATCHES)]
 

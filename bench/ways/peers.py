@@ -21,9 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardlab.specs.stages import split
-
-from .model import MICROBATCHES, SPEC, WEIGHTS, Step, adamw, batch, model
+from .model import MICROBATCHES, SPEC, Step, adamw, batch, model
 
 
 def ddp(group, zero: bool = False) -> Step:
@@ -62,12 +60,12 @@ def dtensor(group, sequence: bool) -> Step:
 
 
 class Part(torch.nn.Module):
-    """One of `count` stages of the plain model, with the same layers as ours."""
+    """One of `count` stages of the plain model: as many layers as each other one."""
 
     def __init__(self, number: int, count: int):
         super().__init__()
-        plain, layers = model(), split(SPEC.layers, count, WEIGHTS)[number]
-        self.through, self.layers = plain.through, plain.layers[layers.start : layers.stop]
+        plain, each = model(), SPEC.layers // count
+        self.through, self.layers = plain.through, plain.layers[number * each : (number + 1) * each]
         self.embed_tokens = plain.embed_tokens if number == 0 else None
         self.norm, self.lm_head = (plain.norm, plain.lm_head) if number == count - 1 else (None, None)
 
