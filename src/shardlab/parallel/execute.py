@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..comm import Handle, ops, phase, recv, send, work
 from ..comm.settings import now
 from ..model.head import IGNORED
+from ..model.router import Routing
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
 from .data import no_sync
@@ -23,15 +24,21 @@ from .pipeline import Pipeline, Stage, agree
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
 Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
+End = Callable[[int, torch.Tensor], torch.Tensor]
+Aside = Callable[[list[Routing]], torch.Tensor | None]
+Root = torch.Tensor | GradientEdge | None  # None if nothing is trained up to there
 AHEAD = 2  # messages that a rank has under way to another: with one, it would wait whenever that is at work
 
 
-def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: int | None = None) -> torch.Tensor:
+def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: int | None = None,
+        routed: list[Routing] | None = None, real: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
     """Forward and backward of all micro-batches, or forward alone where the schedule has no backward.
 
     Every rank of the pipeline calls it, with the same schedule and micro-batches, whose sizes may differ. Returns, on
     every rank, the loss of them all: their sum ÷ `valid`, which is the number of their labels if it is None; see
     `head.cross_entropy`. Gradients add up in the parameters: call `grads.finish(model)` after the last `run` of a step.
+    Of a mixture of experts, the load-balance losses of all stages are in it; what the layers here have chosen is added
+    to `routed`, and `real` are, for each micro-batch, the tokens that are there: see `Transformer.loss`.
     Raises ValueError where the schedule is not right (`schedule.check`), is for other stages than the model was cut
     for, or for another number of micro-batches, where a micro-batch has not a label for every token, and where a data
     axis sums the gradients and `valid`, which only its ranks know together, is not given; in debug mode also where
@@ -51,10 +58,20 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
                              "number of labels of all: valid = loss.valid_tokens(labels, group)")
         valid = sum(int((labels != IGNORED).sum()) for _, labels in parts)
     total = parts[0][0].new_zeros((), dtype=torch.float64) if parts else torch.zeros((), dtype=torch.float64)
+    balances = model.spec.experts is not None and model.rules.balance > 0
 
     def loss(i: int, stream: torch.Tensor) -> torch.Tensor:
         tokens, labels = parts[i]
         each = model.lm_head(stream, labels, valid, tokens.shape)
+        total.add_(each.detach())
+        return each
+
+    def aside(chosen: list[Routing]) -> torch.Tensor | None:
+        if routed is not None:
+            routed.extend(chosen)
+        if not (balances and chosen):
+            return None
+        each = model.balance(chosen, valid)
         total.add_(each.detach())
         return each
 
@@ -63,9 +80,11 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
         batch = [each.cpu().numpy().tobytes() for part in parts for each in part]
         agree(model.pipeline.group, "runs", b"".join([plan, *batch]))  # type: ignore
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
-        pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss)
+        pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss, aside, real)
     if pipeline.group.size() == 1:
         return total
+    if balances:  # each rank has a part of the loss
+        return ops.all_reduce(total, group=pipeline.group)
     return ops.broadcast(total, pipeline.rank_of(pipeline.count - 1), pipeline.group)
 
 
@@ -90,9 +109,10 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
     return [out[i] for i in range(len(parts))] if pipeline.count - 1 in pipeline.mine else None
 
 
-def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor],
-             end: Callable[[int, torch.Tensor], torch.Tensor]) -> Pipeline:
-    """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream."""
+def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor], end: End, aside: Aside = lambda _: None,
+             real: Sequence[torch.Tensor] | None = None) -> Pipeline:
+    """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream, `aside(routed)` what
+    a stage adds to the loss for what its experts have been chosen for."""
     pipeline: Pipeline | None = getattr(model, "pipeline", None)
     if pipeline is None:
         raise ValueError("this model has no pipeline: pipeline.cut it first, for this schedule")
@@ -102,7 +122,10 @@ def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor],
                          f"{pipeline.stages}: give pipeline.cut the schedule that it is to run")
     if size(orders)[1] != len(parts):
         raise ValueError(f"the schedule is for {size(orders)[1]} micro-batches, and there are {len(parts)}")
-    own = _Rank(model, pipeline, orders[pipeline.group.rank()], parts, end)
+    if real is not None and [each.shape for each in real] != [each.shape for each in parts]:
+        raise ValueError(f"real has {[tuple(each.shape) for each in real]}, the micro-batches "
+                         f"{[tuple(each.shape) for each in parts]}: give a bool for each token")
+    own = _Rank(model, pipeline, orders[pipeline.group.rank()], parts, end, aside, real)
     for action in own.order:
         own.do[action.kind](action)
     own.close()
@@ -112,9 +135,10 @@ def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor],
 class _Rank:
     """What a rank holds while it does its list."""
 
-    def __init__(self, model: Transformer, pipeline: Pipeline, order: Sequence[Action],
-                 parts: Sequence[torch.Tensor], end: Callable[[int, torch.Tensor], torch.Tensor]):
-        self.model, self.pipeline, self.order, self.parts, self.end = model, pipeline, order, parts, end
+    def __init__(self, model: Transformer, pipeline: Pipeline, order: Sequence[Action], parts: Sequence[torch.Tensor],
+                 end: End, aside: Aside, real: Sequence[torch.Tensor] | None):
+        self.model, self.pipeline, self.order, self.parts = model, pipeline, order, parts
+        self.end, self.aside, self.real = end, aside, real
         self.do = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights, "send F": self.send,
                    "send B": self.send, "recv F": self.recv, "recv B": self.recv}
         self.split = {(a.stage, a.microbatch) for a in order if a.kind == "I"}  # whose backward is in two halves
@@ -122,7 +146,7 @@ class _Rank:
         self.coming: dict[Key, Handle] = {}
         self.going: dict[int, deque[Handle]] = {}  # the messages to each rank that it may not have taken yet
         # of each forward pass whose backward is to come: its input, and where backward begins
-        self.live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
+        self.live: dict[tuple[int, int], tuple[torch.Tensor | None, Root, torch.Tensor | None]] = {}
         self.later: dict[tuple[int, int], Deferred] = {}
 
     def forward(self, action: Action) -> None:
@@ -133,32 +157,36 @@ class _Rank:
         if x is not None and trains:
             x.requires_grad_()
         with work("F", number, i), self.deferring(number, i):
-            out = self.compute(stage, x, i)
+            out, balance = self.compute(stage, x, i)
         if trains:
             # the edge, not the tensor: what has been sent need not be kept
-            root: torch.Tensor | GradientEdge | None = None  # if nothing is trained up to here
+            root: Root = None
             if out.requires_grad:
                 root = out if stage.last else get_gradient_edge(out)
-            self.live[number, i] = x, root
+            self.live[number, i] = x, root, balance
         if not stage.last:
             self.made["F", number, i] = out.detach()
 
-    def compute(self, stage: Stage, x: torch.Tensor | None, i: int) -> torch.Tensor:
-        model, tokens = self.model, self.parts[i]
+    def compute(self, stage: Stage, x: torch.Tensor | None, i: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the stage puts out, and its part of the loss beside that."""
+        model, tokens, chosen = self.model, self.parts[i], list[Routing]()
         x = model.embed_tokens(tokens) if x is None else x
         layers = (model.layers[str(layer)] for layer in stage.layers)  # type: ignore[call-overload]
-        x = model.through(layers, x, tokens.shape)
-        return self.end(i, model.norm(x)) if stage.last else x
+        x = model.through(layers, x, tokens.shape, routed=chosen, real=None if self.real is None else self.real[i])
+        return self.end(i, model.norm(x)) if stage.last else x, self.aside(chosen)
 
     def backward(self, action: Action) -> None:
         """B, or I: with what is put off it is the same."""
         kind, number, i, _ = action
         last = self.pipeline.mine[number].last
         given = None if last else self.take("B", number + 1, i)
-        x, root = self.live.pop((number, i))
+        x, root, balance = self.live.pop((number, i))
+        roots = {} if root is None else {root: given}
+        if balance is not None and balance.requires_grad:
+            roots[balance] = None
         with work(kind, number, i), self.deferring(number, i):
-            if root is not None:  # else nothing up to here is trained
-                torch.autograd.backward(root, given)
+            if roots:  # one pass from both, which share what lies before them
+                torch.autograd.backward(list(roots), list(roots.values()))  # type: ignore[arg-type]
         if x is not None:
             assert x.grad is not None
             self.made["B", number, i] = x.grad

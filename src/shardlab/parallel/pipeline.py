@@ -105,7 +105,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
                          "model; dualpipe_v runs as well with one)")
     layers = split(len(model.layers), len(numbers), weights)
     with phase("start"):
-        agree(group, "cuts", repr((model.spec, stages, layers)).encode())
+        agree(group, "cuts", repr((model.spec, model.rules, stages, layers)).encode())
     pipeline = Pipeline(model, group, stages, layers)
     # for a rank without layers: `model.to` converts it as it does the others' weights
     model.register_buffer("stream_like", model.embed_tokens.weight.new_empty(0), persistent=False)
