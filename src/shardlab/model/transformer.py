@@ -165,8 +165,11 @@ class Transformer(nn.Module):
 
     def balance(self, routed: list[Routing], valid: int | None = None) -> torch.Tensor:
         """The load-balance loss of a pass: the layers' sum (`router.Routing`) times its coefficient, weighted by the
-        pass's tokens ÷ `valid`, as its cross-entropy is; by 1 if that is None."""
+        pass's tokens ÷ `valid`, as its cross-entropy is; by 1 if that is None. It takes the gradients out of them: who
+        keeps what has been chosen keeps no graph."""
         total = torch.stack([each.balance for each in routed if each.balance is not None]).sum()
+        for each in routed:
+            each.balance = None if each.balance is None else each.balance.detach()
         return self.rules.balance * total * (1 if valid is None else routed[0].tokens / valid)
 
     def generate(
