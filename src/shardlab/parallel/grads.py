@@ -65,8 +65,10 @@ def finish(model: nn.Module) -> None:
 
     Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step. The parts
     travel in one piece, one all-reduce for each group and dtype. Raises RuntimeError where these are summed already,
-    and where a parameter is trained that was frozen, or not there, when the model got its data axis.
+    where a parameter is trained that was frozen, or not there, when the model got its data axis, and where the sequence
+    is cut over ranks that no data axis takes in.
     """
+    _check_context(model)
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
             for name, parameter, own, _ in _trained(model):
@@ -86,6 +88,17 @@ def finish(model: nn.Module) -> None:
             for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
                 gradient.finished = gradient._version  # type: ignore[attr-defined]
+
+
+def _check_context(model: nn.Module) -> None:
+    """Raise RuntimeError where ranks that share a sequence have parts of the gradients that nothing sums."""
+    context, reducer = getattr(model, "context", None), getattr(model, "reducer", None)
+    if context is not None and (reducer is None or not _inside(context.group, (reducer.group,))):
+        axis = "there is no data axis" if reducer is None else (
+            f"the data axis has ranks {dist.get_process_group_ranks(reducer.group)}")
+        raise RuntimeError(f"the sequence is cut over ranks {dist.get_process_group_ranks(context.group)}, each of "
+                           f"which has the gradients of its own tokens, and {axis}, which has to sum them: give the "
+                           "model one over these ranks too, data.replicate(model, dp_cp) or zero.shard")
 
 
 def marks(model: nn.Module) -> dict[nn.Parameter, Mark]:
@@ -114,10 +127,12 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 
     Each number counts once, however many ranks hold it. Every rank calls it, after `finish`. `norm_type` is p of
     (Σ |g|^p)^(1/p), or inf for the largest |g|. What is nan or infinite on one rank makes it so on all, even where
-    another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish`.
+    another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish` and where that
+    raises it for a cut sequence.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
+    _check_context(model)
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")

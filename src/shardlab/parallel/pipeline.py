@@ -90,6 +90,9 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     """
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline already: cut the one without")
+    if hasattr(model, "context"):
+        raise ValueError("this model's sequence is cut, and a pipeline's stages hand on whole sequences: cut the one "
+                         "or the other")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
     if any(parametrize.is_parametrized(module) for module in model.modules()):

@@ -8,6 +8,7 @@ own they should drop independently of each other. So the streams of a cut model 
 | the stream between cut layers                 | the same         | the same                            |
 | the same, with sequence parallelism           | their own tokens | different                           |
 | what attention puts out, before it is summed  | their own heads  | different                           |
+| any of it, with the sequence cut              | their own tokens | different                           |
 | any of it, on another replica of the model    | other data       | different                           |
 
 A stream depends on the seed, the layer's name, these coordinates and the step alone: on nothing that ran before, and
@@ -26,11 +27,14 @@ from ..model.dropout import Dropout
 
 
 class ParallelDropout(Dropout):
-    """Dropout in a model cut over `group`: each rank has numbers of its own to drop if `sharded`, else the same."""
+    """Dropout in a model cut over `group`: each rank has numbers of its own to drop if `sharded`, else the same.
+
+    The model may be cut over other groups before."""
 
     def __init__(self, plain: Dropout, group: dist.ProcessGroup, sharded: bool):
         super().__init__(plain.p)
-        self.coordinate = group.rank() if sharded else None
+        known: tuple[int, ...] = getattr(plain, "coordinates", ())
+        self.coordinates = (*known, group.rank()) if sharded else known
         self.train(plain.training)
 
     def draw(self) -> int | None:
@@ -49,7 +53,7 @@ def seed(model: nn.Module, seed: int, replica: int = 0, step: int = 0) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
-            module.generator = stream(seed, name, replica, getattr(module, "coordinate", None), step)
+            module.generator = stream(seed, name, replica, getattr(module, "coordinates", ()), step)
 
 
 def stream(*key: object) -> torch.Generator:
