@@ -74,6 +74,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | Non
 
     q (batch, heads, new, head_dim), k and v (batch, kv_heads, tokens, head_dim) → (batch, heads, new, v's head_dim).
     """
+    if q.shape[-1] != v.shape[-1] and q.device.type == "cpu":
+        # where they differ, PyTorch's kernel for the CPU would keep all scores: zeros cost less
+        width, d = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+        scale = scale or q.shape[-1] ** -0.5
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        return attend(q, k, v, scale)[..., :d]
     new, tokens = q.shape[2], k.shape[2]
     mask = None
     if 1 < new < tokens:

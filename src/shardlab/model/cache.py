@@ -8,7 +8,9 @@ import torch
 class LayerCache:
     """One layer's keys and values, (batch, kv_heads, tokens so far, head_dim) each, in room for `capacity` tokens.
 
-    The room is taken at the first append, when the shapes are known: a rank that holds fewer heads takes less.
+    Or what they are computed from: latent attention keeps its latent for one and the key that all heads share for the
+    other, (batch, 1, tokens so far, kv_rank) and (…, rope_dim). The room is taken at the first append, when the shapes
+    are known: a rank that holds fewer heads takes less.
     """
 
     def __init__(self, capacity: int):
@@ -17,15 +19,16 @@ class LayerCache:
         self.values: torch.Tensor | None = None
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add k and v, (batch, kv_heads, new tokens, head_dim) each; return all so far, as views.
+        """Add k and v, (batch, kv_heads, new tokens, head_dim) each, which may differ in the last; return all so far,
+        as views.
 
         Raises ValueError where they don't fit, or where autograd would want them back.
         """
-        if torch.is_grad_enabled() and k.requires_grad:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError("a KV cache keeps no gradients: use it under torch.no_grad(), and no cache to train")
-        batch, heads, new, head_dim = k.shape
+        batch, heads, new, _ = k.shape
         if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_empty(batch, heads, self.capacity, head_dim) for x in (k, v))
+            self.keys, self.values = (x.new_empty(batch, heads, self.capacity, x.shape[-1]) for x in (k, v))
         if batch != self.keys.shape[0]:
             raise ValueError(f"the cache holds a batch of {self.keys.shape[0]}, not of {batch}: use a new one")
         stop = self.length + new

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..specs import ModelSpec
 from .folders import written_whole
-from .hf_config import config
+from .hf_config import config, stored_name
 from .parameters import Window, distinct, materialised
 from .stored import WHOLE, Stored, some
 from .transformer import Transformer
@@ -87,8 +87,8 @@ def save(model: Transformer, folder: str | Path) -> None:
     The folder appears whole or not at all. Raises FileExistsError where it is there and not empty, ValueError on a cut
     model.
     """
-    parameters = {_stored_name(names[0]): parameter for names, parameter in distinct(model)}
-    whole = {_stored_name(tensor.name): tensor.shape for tensor in model.spec.tensors()}
+    parameters = {stored_name(model.spec, names[0]): parameter for names, parameter in distinct(model)}
+    whole = {stored_name(model.spec, tensor.name): tensor.shape for tensor in model.spec.tensors()}
     for name, parameter in parameters.items():
         if name not in whole:
             raise ValueError(f"{name} is no weight of the plain model: if it was quantised, save it before that")
@@ -108,7 +108,7 @@ def write(spec: ModelSpec, values: Mapping[str, torch.Tensor], folder: str | Pat
     with written_whole(Path(folder)) as unfinished:
         text = json.dumps(config(spec, dtype), indent=2) + "\n"
         (unfinished / "config.json").write_text(text, encoding="utf-8")
-        tensors = {_stored_name(name): value.detach().contiguous() for name, value in values.items()}
+        tensors = {stored_name(spec, name): value.detach().contiguous() for name, value in values.items()}
         save_file(tensors, unfinished / WHOLE, metadata={"format": "pt"})
 
 
@@ -117,17 +117,16 @@ def _untied(folder: str | Path, first: str, copy: str) -> str:
             'set "tie_word_embeddings": false in its config.json to keep both')
 
 
-def _stored_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
 def _match(model: Transformer, stored: Stored) -> list[list[str]]:
     """The stored tensors that each distinct parameter is: one, or several that are tied. ValueError on a mismatch."""
-    wanted = [([_stored_name(name) for name in names], _whole_shape(held)) for names, held in distinct(model)]
+    spec = model.spec
+    wanted = [([stored_name(spec, name) for name in names], _whole_shape(held)) for names, held in distinct(model)]
     sources = [[name for name in names if name in stored.names] for names, _ in wanted]
-    known = {_stored_name(tensor.name) for tensor in model.spec.tensors()}.union(*(names for names, _ in wanted))
+    known = {stored_name(spec, tensor.name) for tensor in spec.tensors()}.union(*(names for names, _ in wanted))
     missing = [names[0] for (names, _), found in zip(wanted, sources, strict=True) if not found]
-    unexpected = sorted(name for name in stored.names - known if not name.endswith(".rotary_emb.inv_freq"))
+    beside = tuple(f"model.layers.{layer}." for layer in range(spec.layers, spec.layers + spec.mtp))  # MTP modules
+    unexpected = sorted(name for name in stored.names - known
+                        if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(beside))
     shapes = []
     for (_, shape), found in zip(wanted, sources, strict=True):
         actual = {name: tuple(stored.tensor(name).shape) for name in found}

@@ -18,6 +18,7 @@ from .cache import KVCache, LayerCache
 from .dropout import Dropout
 from .generate import greedy
 from .head import Head
+from .latent import LatentAttention
 from .mlp import MLP
 from .moe import MoE
 from .recompute import runs
@@ -66,9 +67,9 @@ def _real(real: torch.Tensor | None, cos: torch.Tensor) -> torch.Tensor:
     return torch.ones(batch * seq, dtype=torch.bool, device=cos.device) if real is None else real.flatten()
 
 
-def make_attention(spec: ModelSpec, dropout: float = 0.0) -> Attention:
+def make_attention(spec: ModelSpec, dropout: float = 0.0) -> Attention | LatentAttention:
     """The kind of attention that the spec asks for."""
-    return Attention(spec, dropout)
+    return LatentAttention(spec, dropout) if spec.latent else Attention(spec, dropout)
 
 
 def make_mlp(spec: ModelSpec, layer: int, rules: Rules) -> nn.Module:

@@ -29,6 +29,7 @@ from .loss import vocab_parallel_cross_entropy
 from .rng import ParallelDropout
 from .sequence import Mode, check_mode, enter, leave, pad, unpad
 from .shard import parameter, window
+from .tensor_latent import ParallelLatentAttention
 
 
 def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = False,
@@ -66,11 +67,13 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
     p, kv_heads = group.size(), spec.kv_heads
-    sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p else None  # of a KV head
+    sharers = mesh.blocks(group, p // kv_heads) if kv_heads < p and not spec.latent else None  # of a KV head
     for layer in model.layers:
         assert isinstance(layer, Block)
-        assert isinstance(layer.self_attn, Attention)
-        layer.self_attn = ParallelAttention(layer.self_attn, spec, group, mode, sharers)
+        if isinstance(layer.self_attn, Attention):
+            layer.self_attn = ParallelAttention(layer.self_attn, spec, group, mode, sharers)
+        else:
+            layer.self_attn = ParallelLatentAttention(layer.self_attn, spec, group, mode)
         if isinstance(layer.mlp, MoE):
             layer.mlp = tensor_experts.cut(layer.mlp, group, mode, etp or p)
         else:

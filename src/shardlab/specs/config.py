@@ -110,7 +110,9 @@ def _read_kind(config: dict[str, Any], kind: str) -> dict[str, Any]:
         return {"experts": Experts(routed=_size(config, "num_local_experts"),
                                    active=_size(config, "num_experts_per_tok"), ffn=_size(config, "intermediate_size"))}
     if kind == "qwen3_moe":
-        return {"experts": Experts(routed=_size(config, "num_experts"), active=_size(config, "num_experts_per_tok"),
+        # the first is what transformers 5.24 writes, the second what Qwen publishes
+        count = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        return {"experts": Experts(routed=_size(config, count), active=_size(config, "num_experts_per_tok"),
                                    ffn=_size(config, "moe_intermediate_size"), first_dense=_dense_layers(config),
                                    normalised=_flag(config, "norm_topk_prob"))}
     if kind == "deepseek_v3":
