@@ -83,8 +83,10 @@ def initialise(model: nn.Module, seed: int = 0, std: float = 0.02, device: torch
     """
     materialise(model, device)
     generator = torch.Generator(device).manual_seed(seed)
+    shared = hasattr(model, "reducer") or hasattr(model, "pipeline")
+    shared = shared or any("marks" in vars(module) for module in model.modules())  # by `parallel.grads`
     for names, parameter in distinct(model):
-        if hasattr(parameter, "window") or hasattr(model, "reducer") or hasattr(model, "pipeline"):
+        if shared or hasattr(parameter, "window"):
             raise ValueError(f"{names[0]} is cut or shared out already: initialise the plain model, then cut it")
         if parameter.dim() > 1:
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)

@@ -111,8 +111,8 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
 
 def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor], end: End, aside: Aside = lambda _: None,
              real: Sequence[torch.Tensor] | None = None) -> Pipeline:
-    """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream, `aside(routed)` what a
-    stage adds to the loss for what its experts have been chosen for."""
+    """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream,
+    `aside(routed)` what a stage adds to the loss for what its experts were chosen for."""
     pipeline: Pipeline | None = getattr(model, "pipeline", None)
     if pipeline is None:
         raise ValueError("this model has no pipeline: pipeline.cut it first, for this schedule")

@@ -34,7 +34,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
     the same experts, if there are others: they begin as those of its first rank, and `grads.finish` sums their
     gradients. What is no expert is whole on every rank: `data.replicate` the model over all ranks with tokens of their
     own, after this. Raises ValueError on a model without experts or whose experts are cut already, on one with a data
-    axis or a pipeline, where the group does not divide the experts, and, on all ranks, where their models differ.
+    axis or a pipeline, where the group does not divide the experts, and, on all ranks, where their models differ, or the
+    experts of `replicas`.
     """
     layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE)]
     if model.spec.experts is None or not layers:
@@ -49,8 +50,12 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
         raise ValueError("this model has a data axis or a pipeline, which hold its parameters: cut it before that")
     if p == 1 and replicas is None:
         return model
+    runs = [getattr(layer.run, "__name__", "") for layer in model.layers]  # computed again, or not
+    plan = model.spec, model.rules, runs, layers[0].gate.weight.dtype
     with phase("start"):
-        _agree(group, repr((model.spec, model.rules)))
+        _agree(group, repr(plan), "models or rules, or compute again what others keep")
+        if replicas is not None:
+            _agree(replicas, repr((plan, p, group.rank())), "models, or other experts")
     for layer in layers:
         layer.experts = ParallelExperts(layer.experts, group)
         for module in layer.experts.modules():
@@ -111,12 +116,11 @@ def combine(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
     return regions.all_to_all(rows[handle.back], handle.taken, handle.given, handle.group)
 
 
-def _agree(group: dist.ProcessGroup, plan: str) -> None:
-    """Raise ValueError, on all ranks, where one has another model: the rows that they send would be other experts'."""
+def _agree(group: dist.ProcessGroup, plan: str, what: str) -> None:
+    """Raise ValueError, on all ranks, where one has another plan: the rows that they send would be other experts'."""
     told = int.from_bytes(blake2b(plan.encode(), digest_size=8).digest(), "little", signed=True)
     if len(set(ops.all_gather(torch.tensor([told]), group).tolist())) > 1:
-        raise ValueError("the ranks have different models or rules: build the same on all of "
-                         f"{dist.get_process_group_ranks(group)}")
+        raise ValueError(f"ranks {dist.get_process_group_ranks(group)} have different {what}: build the same on all")
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm import ops
+from ..model.router import Router
 from ..model.transformer import Transformer
+from . import grads
 from .flat import Slice, buckets
 
 
@@ -177,14 +179,23 @@ class _Run:
     """One forward pass of a unit; it lives as long as the graph that it is a part of."""
 
 
+def alone(model: nn.Module) -> set[nn.Parameter]:
+    """What ZeRO cuts in no stage: experts, which are spread over ranks already, and the few numbers that a router
+    balances its loads by, which change between steps."""
+    biases = {module.e_score_correction_bias for module in model.modules() if isinstance(module, Router)}
+    return grads.spread(model) | {each for each in biases if each is not None}
+
+
 def parts(model: Transformer) -> Iterator[list[nn.Parameter]]:
     """The parameters of each unit: the embedding's, each block's, and all others; the first two in one where they are
-    tied. Raises ValueError where blocks share parameters."""
-    blocks = [list(layer.parameters()) for layer in model.layers]
+    tied; without those left `alone`. Raises ValueError where blocks share parameters."""
+    left = alone(model)
+    blocks = [[parameter for parameter in layer.parameters() if parameter not in left] for layer in model.layers]
     inside = {parameter for block in blocks for parameter in block}
     if len(inside) < sum(map(len, blocks)):
         raise ValueError("blocks share parameters, and ZeRO-3 gathers each block's for itself: take stage 2")
     table = list(model.embed_tokens.parameters())
+    inside |= left
     ends = [parameter for parameter in model.parameters() if parameter not in inside and parameter not in set(table)]
     tied = model.lm_head.weight is model.embed_tokens.weight
     yield table + ends if tied else table

@@ -65,10 +65,12 @@ def finish(model: nn.Module) -> None:
 
     Every rank calls it once, after its last backward and before `clip_grad_norm_` and the optimizer's step. The parts
     travel in one piece, one all-reduce for each group and dtype. Raises RuntimeError where these are summed already,
-    where a parameter is trained that was frozen, or not there, when the model got its data axis, and where the sequence
-    is cut over ranks that no data axis takes in.
+    where a parameter is trained that was frozen, or not there, when the model got its data axis, where the sequence is
+    cut over ranks that no data axis takes in, and where experts have the gradients of more or fewer ranks' tokens than
+    the rest of the model.
     """
     _check_context(model)
+    _check_experts(model)
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
             for name, parameter, own, _ in _trained(model):
@@ -99,6 +101,20 @@ def _check_context(model: nn.Module) -> None:
         raise RuntimeError(f"the sequence is cut over ranks {dist.get_process_group_ranks(context.group)}, each of "
                            f"which has the gradients of its own tokens, and {axis}, which has to sum them: give the "
                            "model one over these ranks too, data.replicate(model, dp_cp) or zero.shard")
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Raise RuntimeError where experts and the rest would be trained on different tokens."""
+    known, reducer = marks(model).values(), getattr(model, "reducer", None)
+    data = 1 if reducer is None else reducer.group.size()
+    tensor = max((math.prod(group.size() for group in each.cut) for each in known if not each.spread), default=1)
+    for each in known:
+        copies = 1 if each.partial is None else each.partial.size()
+        if each.spread and (over := copies * math.prod(group.size() for group in each.cut)) != data * tensor:
+            raise RuntimeError(f"experts lie on {over} ranks, {copies} of them with the same ones, and the rest of the "
+                               f"model on {data * tensor}, {data} of them replicas: data.replicate or zero.shard the "
+                               "model over all ranks with tokens of their own, and give expert.cut as `replicas` the "
+                               "group of those that have the same experts")
 
 
 def marks(model: nn.Module) -> dict[nn.Parameter, Mark]:
@@ -136,13 +152,14 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
-    # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same
-    trained, pipeline = list(_trained(model)), _pipeline(model)
+    # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same, and one
+    # whose own experts are frozen
+    every, pipeline = list(_parameters(model)), _pipeline(model)
     join = torch.maximum if largest else torch.add
-    total = torch.zeros((), dtype=torch.float64, device=trained[0][1].device if trained else None)
+    total = torch.zeros((), dtype=torch.float64, device=every[0][1].device if every else None)
     with phase("clip"):
         for spread in (False, True):  # experts lie over other groups than the rest: two sums
-            some = [groups for _, _, own, groups in trained if own.spread is spread]
+            some = [groups for _, _, own, groups in every if own.spread is spread]
             axes = dict.fromkeys(group for groups in some for group in groups if group not in pipeline)
             part = torch.zeros_like(total)
             for piece in pieces(model):
@@ -216,15 +233,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
-    """Every trained parameter once: its name, itself, its mark, and the groups of which each rank holds a piece."""
+    """Those of `_parameters` that are trained."""
+    return (each for each in _parameters(model) if each[1].requires_grad)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
+    """Every parameter once: its name, itself, its mark, and the groups of which each rank holds a piece."""
     reducer = getattr(model, "reducer", None)
     known = marks(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            own = known.get(parameter, Mark())
-            cut = (*own.cut, *_pipeline(model))
-            shards = reducer is not None and reducer.shards and not own.spread
-            yield name, parameter, own, (*cut, reducer.group) if shards else cut  # type: ignore[union-attr]
+        own = known.get(parameter, Mark())
+        cut = (*own.cut, *_pipeline(model))
+        shards = reducer is not None and reducer.shards and not own.spread
+        yield name, parameter, own, (*cut, reducer.group) if shards else cut  # type: ignore[union-attr]
 
 
 def _pipeline(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:

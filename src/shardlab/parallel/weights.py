@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,19 +86,20 @@ def whole(model: Transformer) -> Iterator[tuple[list[str], torch.Tensor]]:
         window, groups = getattr(parameter, "window", None), marks.get(parameter, grads.Mark()).cut
         return held if window is None or not groups else _joined(held, window, groups[0])
 
+    experts = next((each.cut[-1] for each in marks.values() if each.spread), None)
     pipeline = getattr(model, "pipeline", None)
-    if pipeline is None:
-        for names, parameter in distinct(model):
-            yield names, value(parameter)
-        return
+    layers = None if pipeline is None else pipeline.group
     mine = {names[0]: parameter for names, parameter in distinct(model)}
     device = next((parameter.device for parameter in mine.values()), None)
-    for names, shape, dtype, rank in _layers(model, pipeline.group, device):
-        if rank == dist.get_rank():
-            out = value(mine[names[0]])
-        else:
-            out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        yield names, ops.broadcast(out, rank, pipeline.group)
+    for names, shape, dtype, expert, stage in _listed(model, experts, layers, device):
+        here = layers is None or stage == layers.rank()
+        out = value(mine[names[0]]) if here and names[0] in mine else torch.empty(
+            shape, dtype=getattr(torch, dtype), device=device)
+        if here and experts is not None and expert is not None:
+            out = ops.broadcast(out, dist.get_global_rank(experts, expert), experts)
+        if layers is not None and stage is not None:
+            out = ops.broadcast(out, dist.get_global_rank(layers, stage), layers)
+        yield names, out
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -121,22 +123,42 @@ def save(model: Transformer, folder: str | Path) -> None:
         ops.barrier()
 
 
-def _layers(model: Transformer, group: dist.ProcessGroup, device: torch.device | None
-            ) -> list[tuple[list[str], list[int], str, int]]:
-    """The parameters of a pipeline's ranks, in the whole model's order: names, whole shape, dtype, and a rank that has
-    it."""
-    own = [(names, _whole_shape(parameter), str(parameter.dtype).removeprefix("torch."))
-           for names, parameter in distinct(model)]
-    found: dict[str, tuple[list[str], list[int], str, int]] = {}
-    for rank, each in zip(dist.get_process_group_ranks(group), zero_state.told(own, group, device), strict=True):
-        for names, shape, dtype in each:
-            known, *_ = found.setdefault(names[0], (names, shape, dtype, rank))
-            if len(names) > len(known):  # a tied embedding, of which the last rank knows both names
-                known[:] = names
+class _Entry(NamedTuple):
+    """A parameter of the whole model: all its names, its whole shape, its dtype, and who has it: a rank of the experts'
+    group, if not all have, and a rank of the pipeline's."""
 
-    def place(entry: tuple[list[str], list[int], str, int]) -> float:
-        kind, number, *_ = entry[0][0].split(".")
-        return int(number) if kind == "layers" else -1 if kind == "embed_tokens" else math.inf
+    names: list[str]
+    shape: list[int]
+    dtype: str
+    expert: int | None = None
+    stage: int | None = None
+
+
+def _listed(model: Transformer, experts: dist.ProcessGroup | None, layers: dist.ProcessGroup | None,
+            device: torch.device | None) -> list[_Entry]:
+    """The parameters of all ranks of the two groups, in the whole model's order."""
+    found = {names[0]: _Entry(names, _whole_shape(parameter), str(parameter.dtype).removeprefix("torch."))
+             for names, parameter in distinct(model)}
+    if experts is not None:
+        own, found = list(found.values()), {}
+        for rank, each in enumerate(zero_state.told(own, experts, device)):
+            for names, shape, dtype, *_ in each:
+                found[names[0]] = _Entry(names, shape, dtype, None if names[0] in found else rank)
+    if layers is not None:
+        own, found = list(found.values()), {}
+        for rank, each in enumerate(zero_state.told(own, layers, device)):
+            for names, shape, dtype, expert, _ in each:
+                known = found.setdefault(names[0], _Entry(names, shape, dtype, expert, rank))
+                if len(names) > len(known.names):  # a tied embedding, of which the last rank knows both names
+                    known.names[:] = names
+    if experts is None and layers is None:
+        return list(found.values())
+    inside = {tensor.name: i for i, tensor in enumerate(model.spec.tensors())}
+
+    def place(entry: _Entry) -> tuple[float, int]:
+        kind, number, *_ = entry.names[0].split(".")
+        layer = int(number) if kind == "layers" else -1 if kind == "embed_tokens" else math.inf
+        return layer, inside.get(entry.names[0], len(inside))
 
     return sorted(found.values(), key=place)
 

@@ -25,7 +25,7 @@ from ..model.transformer import Transformer
 from ..specs.rows import BUCKET
 from .data import agree, count, stay
 from .flat import Flat, Slice, buckets
-from .gathering import Gathering, Unit
+from .gathering import Gathering, Unit, alone
 from .reducer import LEFT, Bucket, Reducer
 from .zero_check import guard, refuse
 from .zero_state import filled, gathered, held, load_state_dict, state_dict
@@ -44,23 +44,26 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     Train as ever: backward, `grads.finish`, `grads.clip_grad_norm_`, `optimizer.step`, `optimizer.zero_grad`, which
     sets gradients to None. Stages 1 and 2 lay weights in rows of `bucket_bytes` at most. Weights of 16 bits get master
     copies in float32, which the optimizer steps. Parameters on meta get memory on `device`, of this rank's slices alone
-    in stage 3, to be filled: see `held`. Raises ValueError on another stage, a model that has a data axis, an optimizer
+    in stage 3, to be filled: see `held`. Experts that are spread over ranks (`expert.cut`) are left whole, and the
+    optimizer steps them whole. Raises ValueError on another stage, a model that has a data axis, an optimizer
     whose update is not element by element, that has begun, or that does not hold the trained parameters, and with a
     pipeline in stages 2 and 3, or where its first and last rank share a tied embedding.
     """
     refuse(model, optimizer, stage)
     agree(model, group)
     count(model, group)
-    renewed = off_meta(model, device, later=lambda parameter: stage == 3 or parameter.requires_grad)
+    left = alone(model)
+    renewed = off_meta(model, device, lambda each: each not in left and (stage == 3 or each.requires_grad))
     for each in optimizer.param_groups:
         each["params"] = [renewed.get(parameter, parameter) for parameter in each["params"]]
     if stage == 3:
         reducer: Stage1 = Stage3(model, group)
     else:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        left = alone(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in left]
         rows = buckets(trained[::-1], group.size(), bucket_bytes)
         reducer = (Stage1 if stage == 1 else Stage2)(rows, group, Whole(rows, group))
-    reducer.serve(optimizer)
+    reducer.serve(optimizer, alone(model))
     model.reducer = reducer  # type: ignore[assignment]
     model.zero_grad = reducer.zero_grad  # type: ignore[method-assign]
     guard(reducer, model, optimizer)
@@ -104,6 +107,7 @@ class Stage1(Reducer):
         self.weights = weights
         self.stepped: dict[nn.Parameter, nn.Parameter] = {}  # the part of a parameter that this rank's optimizer steps
         self.order: list[list[nn.Parameter]] = []  # the parameters of the optimizer's groups, before they were cut
+        self.kept: list[nn.Parameter] = []  # those that are not cut
         self.finished = False  # and the gradients not zeroed yet
         self.whole = False  # while `zero_state` puts the optimizer's states together
         for row in rows:
@@ -115,13 +119,17 @@ class Stage1(Reducer):
     @property
     def low(self) -> bool:
         """Whether there are master copies, on whatever rank."""
-        return any(bucket.flat.dtype in LOW for bucket in self.buckets)
+        return any(dtype in LOW for dtype in [*(b.flat.dtype for b in self.buckets), *(p.dtype for p in self.kept)])
 
-    def serve(self, optimizer: optim.Optimizer) -> None:
-        """Let the optimizer step this rank's parts instead of the parameters."""
+    def serve(self, optimizer: optim.Optimizer, left: set[nn.Parameter]) -> None:
+        """Let the optimizer step this rank's parts instead of the parameters, and those that are `left` as they are."""
         self.order = [list(group["params"]) for group in optimizer.param_groups]
+        self.kept = [each for group in self.order for each in group if each in left and each.requires_grad]
+        for each in self.kept:
+            self.stepped[each] = nn.Parameter(each.detach().float()) if each.dtype in LOW else each
         for group, whole in zip(optimizer.param_groups, self.order, strict=True):
             group["params"] = [self.stepped[parameter] for parameter in whole if parameter in self.stepped]
+        optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # which knows of more than the parts
 
@@ -168,10 +176,17 @@ class Stage1(Reducer):
         self.finished = False
         for bucket in self.buckets:
             bucket.row = None if self.repeats else bucket.row
-        for parameter in self._of:
+        for parameter in (*self._of, *self.kept):
             parameter.grad = None
         for mine in self.stepped.values():
             mine.grad = None
+
+    @torch.no_grad()
+    def before_step(self, *_) -> None:
+        """The master copies of what is not cut get its gradients."""
+        for each in self.kept:
+            if (mine := self.stepped[each]) is not each:
+                mine.grad = None if each.grad is None else each.grad.float()
 
     @torch.no_grad()
     def after_step(self, *_) -> None:
@@ -188,6 +203,9 @@ class Stage1(Reducer):
             slice = self.weights.slices[bucket.flat]
             for parameter in slice.spans if bucket.flat.dtype in LOW else ():
                 yield parameter, slice.part(self.weights.held[bucket.flat], parameter)
+        for parameter in self.kept:
+            if parameter.dtype in LOW:
+                yield parameter, parameter.detach()
 
 
 class Stage2(Stage1):

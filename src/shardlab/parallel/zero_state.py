@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from ..comm import ops
 from .flat import Flat
+from .gathering import alone
 
 if TYPE_CHECKING:
     from .zero import Stage1
@@ -86,15 +87,20 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     _belong(reducer, optimizer)
     with _whole(reducer):
         out = optimizer.state_dict()
-    number = {parameter: i for i, parameter in enumerate(p for group in reducer.order for p in group)}
+    parameters = [parameter for group in reducer.order for parameter in group]
+    # of what is kept whole each rank has its own, and may have another number of
+    left = alone(model)
+    number = {parameter: i for i, parameter in enumerate(p for p in parameters if p not in left)}
     mine: dict[nn.Parameter, dict[str, Any]] = {
         parameter: dict(optimizer.state.get(part, {})) for parameter, part in reducer.stepped.items()}
     for parameter, _ in reducer.copied():
         mine[parameter][MASTER] = reducer.stepped[parameter].detach()
     kinds = _union({number[parameter]: {name: _kind(value) for name, value in states.items()}
-                    for parameter, states in mine.items()}, reducer)
-    state: dict[int, dict[str, Any]] = {i: {name: _value(kind) for name, kind in kinds[i].items()}
-                                        for i in sorted(kinds) if kinds[i]}
+                    for parameter, states in mine.items() if parameter in number}, reducer)
+    state = {parameter: {name: _value(kind) for name, kind in kinds.get(i, {}).items()}
+             for parameter, i in number.items()}
+    state |= {parameter: {name: value.clone() if torch.is_tensor(value) else value for name, value in
+                          mine[parameter].items()} for parameter in reducer.kept}
     for bucket in reducer.buckets:
         sliced = {name: dtype for parameter in bucket.flat.parameters
                   for name, (dtype, value) in kinds.get(number[parameter], {}).items() if dtype and value is None}
@@ -103,11 +109,11 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
             row = whole(reducer, bucket.flat, values, getattr(torch, dtype))
             for parameter in bucket.flat.parameters:
                 if name in kinds.get(number[parameter], {}):
-                    state[number[parameter]][name] = bucket.flat.view(row, parameter).clone()
-    numbers = iter(range(len(number)))
+                    state[parameter][name] = bucket.flat.view(row, parameter).clone()
+    numbers = iter(range(len(parameters)))
     groups = [packed | {"params": [next(numbers) for _ in group]}
               for packed, group in zip(out["param_groups"], reducer.order, strict=True)]
-    return {"state": state, "param_groups": groups}
+    return {"state": {i: state[each] for i, each in enumerate(parameters) if state[each]}, "param_groups": groups}
 
 
 @torch.no_grad()
@@ -136,9 +142,9 @@ def load_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping
                 whole_states = dict(state["state"].get(i, {}))
                 _fit(i, parameter, whole_states)
                 if (master := whole_states.pop(MASTER, None)) is not None:
-                    reducer.stepped[parameter].copy_(_cut(MASTER, master, spans[parameter]))
+                    reducer.stepped[parameter].copy_(_cut(MASTER, master, spans.get(parameter)))
                 if whole_states:
-                    states[i] = {name: _cut(name, value, spans[parameter]) for name, value in whole_states.items()}
+                    states[i] = {name: _cut(name, value, spans.get(parameter)) for name, value in whole_states.items()}
         groups.append({**saved, "params": local})
     with _whole(reducer):
         optimizer.load_state_dict({"state": states, "param_groups": groups})
@@ -194,11 +200,11 @@ def _renew(reducer: Stage1) -> None:
             master.copy_(part)
 
 
-def _cut(name: str, value: Any, span: tuple[int, int]) -> Any:
-    """The part of a parameter's state that belongs to elements `span` of it: memory of its own."""
+def _cut(name: str, value: Any, span: tuple[int, int] | None) -> Any:
+    """The part of a parameter's state that belongs to elements `span` of it, or all: memory of its own."""
     if not torch.is_tensor(value):
         return value
-    return value.clone() if name in PLAIN else value.flatten()[slice(*span)].clone()
+    return value.clone() if name in PLAIN or span is None else value.flatten()[slice(*span)].clone()
 
 
 def _kind(value: Any) -> tuple[str, Any]:

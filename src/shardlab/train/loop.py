@@ -13,8 +13,10 @@ from torch import nn
 from tqdm import tqdm
 
 from ..comm import ops
+from ..model.head import IGNORED
+from ..model.router import Routing
 from ..model.transformer import Transformer
-from ..parallel import execute, grads
+from ..parallel import balance, execute, grads
 from ..parallel.data import no_sync
 from ..parallel.loss import valid_tokens
 from .data import MicroBatch
@@ -22,26 +24,37 @@ from .data import MicroBatch
 
 class Step(NamedTuple):
     """What a step came to, the same on every rank: the mean loss of all its `tokens` (labels), in nats, before the
-    update, and the norm of the gradients before clipping. A step whose norm is not finite changed nothing."""
+    update, and the norm of the gradients before clipping. A step whose norm is not finite changed nothing. `loads` are
+    how many tokens chose each expert, by layer, and `dropped` how many of these choices found it full."""
 
     loss: float
     norm: float
     tokens: int
+    loads: tuple[tuple[int, ...], ...] = ()
+    dropped: int = 0
+
+    @property
+    def skew(self) -> float:
+        """The load of the busiest expert ÷ the mean, in the layer where that is largest; 0 without experts."""
+        return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.loads), default=0.0)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int, int, int], Sequence[MicroBatch]],
           steps: Iterable[int], data: dist.ProcessGroup | None = None, max_norm: float = 1.0,
-          progress: bool = True, orders: execute.Orders | None = None) -> list[Step]:
+          progress: bool = True, orders: execute.Orders | None = None, bias_rate: float | None = None) -> list[Step]:
     """Run the `steps`, numbers such as range(100), in training mode; returns what each came to.
 
     Every rank calls it. `data` is the group that the model is replicated or sharded over, None if it is not.
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
     `Batches`, or a function. `orders` is the schedule that a model cut over a pipeline runs, for as many of them. The
-    first rank shows the progress. Raises ValueError where the model's data axis is another than `data`, where the
+    first rank shows the progress. With a `bias_rate`, about 0.001, each step moves the experts' biases towards even
+    loads: see `balance.even`. Raises ValueError where the model's data axis is another than `data`, where the
     optimizer lacks a trained parameter or has one of another model, on a schedule without backward, on a step without
-    labels, and as `execute.run` does.
+    labels, and as `execute.run` and `balance.even` do.
     """
     _check(model, optimizer, data)
+    if bias_rate is not None:
+        balance.check(cast(Transformer, model), bias_rate)
     if orders is not None and not execute.backward(orders):
         raise ValueError("this schedule has no backward passes, and would train nothing: forward_only is to evaluate")
     coordinate, size = (0, 1) if data is None else (data.rank(), data.size())
@@ -51,38 +64,65 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
     with tqdm(steps, unit="step", disable=not shows) as bar:
         for number in bar:
             start = time.perf_counter()
-            done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm, orders))
-            loss, norm, tokens = done[-1]
-            rate = tokens / (time.perf_counter() - start)
-            bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.3g}, {rate:,.0f} tokens/s", refresh=False)
+            done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm, orders, bias_rate))
+            now = done[-1]
+            rate = now.tokens / (time.perf_counter() - start)
+            busiest = f", busiest expert {now.skew:.2f} × mean" if now.loads else ""
+            bar.set_postfix_str(f"loss {now.loss:.4f}, norm {now.norm:.3g}, {rate:,.0f} tokens/s{busiest}",
+                                refresh=False)
     return done
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[MicroBatch],
-         data: dist.ProcessGroup | None = None, max_norm: float = 1.0, orders: execute.Orders | None = None) -> Step:
-    """One step on the micro-batches `parts` of this rank: the loss of all ranks' tokens, weighted by token."""
+         data: dist.ProcessGroup | None = None, max_norm: float = 1.0, orders: execute.Orders | None = None,
+         bias_rate: float | None = None) -> Step:
+    """One step on the micro-batches `parts` of this rank: the loss of all ranks' tokens, weighted by token.
+
+    Tokens after a sequence's last label are no part of it: they are padding to experts, which they are not sent to.
+    """
     valid = valid_tokens((labels for _, labels in parts), data)
     if not valid:
         raise ValueError("no token of this step has a label: every label is -100, on all ranks")
+    routed: list[Routing] = []
+    real = [_there(labels) for _, labels in parts] if _has_experts(model) else None
     if orders is None:
-        total = _accumulated(model, parts, valid)
+        total = _accumulated(model, parts, valid, routed, real)
     else:
-        total = execute.run(cast(Transformer, model), orders, parts, valid)
+        total = execute.run(cast(Transformer, model), orders, parts, valid, routed, real)
     grads.finish(model)
     norm = grads.clip_grad_norm_(model, max_norm, error_if_nonfinite=False)
     if norm.isfinite():  # the same on every rank, so that all step or all skip
         optimizer.step()
     optimizer.zero_grad()
-    return Step((total if data is None else ops.all_reduce(total, group=data)).item(), norm.item(), valid)
+    loads: tuple[tuple[int, ...], ...] = ()
+    dropped = 0
+    if real is not None:
+        moves = bias_rate is not None and norm.isfinite()
+        told, dropped = (balance.even(cast(Transformer, model), routed, cast(float, bias_rate), data) if moves
+                         else balance.loads(cast(Transformer, model), routed, data))
+        loads = tuple(map(tuple, told.tolist()))
+    loss = total if data is None else ops.all_reduce(total, group=data)
+    return Step(loss.item(), norm.item(), valid, loads, dropped)
 
 
-def _accumulated(model: nn.Module, parts: Sequence[MicroBatch], valid: int) -> torch.Tensor:
+def _has_experts(model: nn.Module) -> bool:
+    return getattr(getattr(model, "spec", None), "experts", None) is not None
+
+
+def _there(labels: torch.Tensor) -> torch.Tensor:
+    """(batch, seq) → which tokens a label of their sequence depends on: all up to the last one."""
+    return (labels != IGNORED).flip(-1).cumsum(-1).flip(-1) > 0
+
+
+def _accumulated(model: nn.Module, parts: Sequence[MicroBatch], valid: int, routed: list[Routing],
+                 real: Sequence[torch.Tensor] | None) -> torch.Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for left, (tokens, labels) in zip(reversed(range(len(parts))), parts, strict=True):
-        with no_sync(model) if left else nullcontext():  # gradients are summed over ranks with the last one
-            loss = model.loss(tokens.to(device), labels.to(device), valid)  # type: ignore[operator]
+    for i, (tokens, labels) in enumerate(parts):
+        how = {} if real is None else {"routed": routed, "real": real[i].to(device)}
+        with no_sync(model) if i < len(parts) - 1 else nullcontext():  # the last sums gradients over ranks
+            loss = model.loss(tokens.to(device), labels.to(device), valid, **how)  # type: ignore[operator]
             loss.backward()
         total += loss.detach()
     return total
