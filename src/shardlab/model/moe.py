@@ -7,11 +7,14 @@ matrix product an expert, whatever its number of tokens, and none dropped (dropl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..specs import ModelSpec
+from . import grouped
 from .mlp import MLP
 from .router import Router, Routing, Rules
 
@@ -29,7 +32,10 @@ class Experts(nn.ModuleDict):
         A block without rows runs too: its weights get gradients of zero, not none, and an optimizer that lets weights
         decay treats them as it does the others.
         """
-        return torch.cat([expert(part) for expert, part in zip(self.values(), rows.split(list(counts)), strict=True)])
+        blocks = [cast(MLP, block) for block in self.values()]
+        gate, up = grouped.linear(rows, counts, [block.gate_proj.weight for block in blocks],
+                                  [block.up_proj.weight for block in blocks])
+        return grouped.linear(F.silu(gate) * up, counts, [block.down_proj.weight for block in blocks])[0]
 
 
 class MoE(nn.Module):
