@@ -56,10 +56,8 @@ def turn(block: torch.nn.Module, x: torch.Tensor, y_grad: torch.Tensor) -> tuple
     x = x.clone().requires_grad_()
     block.zero_grad()
     start = time.perf_counter()
-    if isinstance(block, MoE):
-        y = block(x, Routing(block.gate, torch.ones(TOKENS, dtype=torch.bool)))
-    else:
-        y = block(x)
+    routing = [Routing(block.gate, torch.ones(TOKENS, dtype=torch.bool))] if isinstance(block, MoE) else []
+    y = block(x, *routing)
     y.backward(y_grad)
     taken = time.perf_counter() - start
     assert x.grad is not None
