@@ -51,6 +51,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
     Layout(tp=group.size()).check(spec)
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline, and here some of its layers: tensor.cut it before pipeline.cut")
+    if hasattr(model, "context"):
+        raise ValueError("this model's sequence is cut, and its attention in a ring: tensor.cut it before context.cut")
     if etp not in (None, 1, group.size()):
         raise ValueError(f"etp = {etp}: an expert is whole, 1, or cut over all {group.size()} ranks of the group")
     if group.size() == 1:
