@@ -46,12 +46,12 @@ class Attention(nn.Module):
         `run(core, *args)` calls the part that has no weights. `seed` is that of the heads' dropout; None drops nothing.
         """
         batch, _, seq, _ = cos.shape
-        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in self.project(x, batch * seq))
+        q, k, v = (y.view(batch, seq, y.shape[-1] // self.head_dim, self.head_dim) for y in self.project(x, batch * seq))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)
         y = run(core, q, k, v, cos, sin, cache, self.attend)
-        return self.o_proj(self.dropout(y.transpose(1, 2).reshape(batch, seq, -1), seed))
+        return self.o_proj(self.dropout(y.transpose(1, 2).flatten(2), seed))
 
     def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
         """Queries, keys and values of x, which has `tokens` tokens: each (batch, seq, heads × head_dim)."""

@@ -34,8 +34,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
     the same experts, if there are others: they begin as those of its first rank, and `grads.finish` sums their
     gradients. What is no expert is whole on every rank: `data.replicate` the model over all ranks with tokens of their
     own, after this. Raises ValueError on a model without experts or whose experts are cut already, on one with a data
-    axis or a pipeline, where the group does not divide the experts, and, on all ranks, where their models differ, or the
-    experts of `replicas`.
+    axis or a pipeline, where the group does not divide the experts, and, on all ranks, where their models differ, or
+    the experts of `replicas`.
     """
     layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE)]
     if model.spec.experts is None or not layers:
