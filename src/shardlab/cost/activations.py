@@ -101,7 +101,7 @@ class Activations(Bill):
 
     @property
     def footnotes(self) -> list[str]:
-        ours = self.saved.device == "cpu" and not self.saved.spec.beyond_llama
+        ours = self.saved.device == "cpu" and not self.saved.spec.beyond_llama and self.saved.layout.cp == 1
         return [f"each storage once, parameters left out; saved by kernels of {self.saved.device}"
                 + ("" if ours else ": from shapes, no run of ours is behind it")]
 
@@ -116,14 +116,15 @@ class Activations(Bill):
 
 def activations(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: int, dtype: str = "fp32",
                 recompute: str | None = None, device: Device = "cpu") -> Activations:
-    """What each rank of `layout` (one rank if None) keeps for the backward pass of `batch` × `seq` tokens.
+    """What each rank of `layout` (one rank if None) keeps for the backward pass of `batch` × `seq` tokens, of which it
+    has its part where cp cuts the sequences.
 
     Weights and activations are in `dtype`, the loss in fp32 at least. `recompute` is the model's: None, "selective" or
     "full", which keeps the blocks' inputs alone. `device` says whose kernels: "cpu" is what the tests measure, to the
     byte; on "cuda" RMSNorm keeps its input and not three tensors, and attention is of the flash kind in bf16 and fp16
-    only: no run of ours is behind it, nor behind models that are no Llama. Over a cut vocabulary the loss keeps 8 B
-    less where it is given `valid`. Raises ValueError on sizes below 1, on an unknown dtype, mode or device, on a layout
-    that `spec` doesn't allow and on compressed attention.
+    only: no run of ours is behind it, nor behind models that are no Llama or sequences that are cut. Over a cut
+    vocabulary the loss keeps 8 B less where it is given `valid`. Raises ValueError on sizes below 1, on an unknown
+    dtype, mode or device, on a layout that `spec` doesn't allow and on compressed attention.
     """
     layout, kept = layout_of(layout), dtype_of(dtype)
     layout.check(spec)
@@ -168,7 +169,7 @@ def forward_peak(spec: ModelSpec, layout: Layout | None = None, *, tokens: int, 
     seq = -(-whole("tokens", tokens) // whole("sequences", sequences))
     # positions, and cos and sin of each
     table = seq * (8 + 2 * (spec.latent.rope_dim if spec.latent else spec.head_dim) * width)
-    blocks = max(_in_feed_forward(spec, layout.tp), sum(_heads(spec, layout.tp))) * width
+    blocks = max(_in_feed_forward(spec, layout), sum(_heads(spec, layout.tp))) * width
     if _device(device) == "cpu":
         blocks = max(blocks, _in_norm(spec, layout.tp, width))
     part = padded(spec.vocab, layout.tp) // layout.tp
@@ -177,15 +178,16 @@ def forward_peak(spec: ModelSpec, layout: Layout | None = None, *, tokens: int, 
     return max(tokens * blocks + table, (tokens * spec.hidden + positions * each) * width)
 
 
-def _in_feed_forward(spec: ModelSpec, tp: int) -> int:
+def _in_feed_forward(spec: ModelSpec, layout: Layout) -> int:
     """Numbers a token: the block's input, the stream and its normed copy, then what is inside, or the output with it.
 
-    Of a mixture's experts a token has its active ones, each with a copy of the token and an output.
+    Of a mixture's experts a token has its active ones, each with a copy of the token and an output; as many on a rank
+    where experts on other ranks are asked for alike.
     """
-    copies, ffn = 1, padded(spec.ffn, tp) // tp
+    copies, ffn, p = 1, padded(spec.ffn, layout.tp) // layout.tp, layout.expert_tp
     if spec.experts:
         copies = spec.experts.active
-        mixture = copies * padded(spec.experts.ffn, tp) // tp
+        mixture = copies * padded(spec.experts.ffn, p) // p
         ffn = max(ffn, mixture) if spec.experts.first_dense else mixture
     inside = ffn * (3 if spec.gated else 2)
     out = ffn + spec.hidden * copies

@@ -17,6 +17,7 @@ PHASES = ("start", "forward", "backward", "finish", "clip", "step")
 class Collective:
     """`count` equal calls of `op` over `ranks` ranks of the mesh's `axis`; `payload` is bytes of one call on one rank.
 
+    `own` is what of the payload stays on the rank, of an all-to-all.
     Phase "start" is before the first step (`data.replicate`), "finish" after backward (`grads.finish`), "clip" the norm
     of the gradients, "step" behind the optimizer's step (ZeRO-1 and 2 gather the new weights).
     """
@@ -29,6 +30,7 @@ class Collective:
     payload: int
     ranks: int
     derivation: str
+    own: int = 0
 
     @property
     def wire(self) -> float:
@@ -36,6 +38,8 @@ class Collective:
         counted; the mean over ranks, where they send differently. Of a single message, what its sender sends."""
         if self.op in ("send", "recv"):
             return self.payload if self.op == "send" else 0
+        if self.op == "all_to_all":
+            return self.payload - self.own
         if self.op == "broadcast":  # each rank but the root gets it once
             return (self.ranks - 1) / self.ranks * self.payload
         return serial_bytes(self.op, "ring", self.payload, self.ranks)
@@ -46,6 +50,8 @@ class Collective:
         its sender's."""
         if self.op in ("send", "recv"):
             return int(self.op == "send")
+        if self.op == "all_to_all":
+            return hops(self.op, "pairwise", self.ranks)
         return hops(self.op, "tree" if self.op == "broadcast" else "ring", self.ranks)
 
 

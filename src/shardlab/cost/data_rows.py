@@ -43,13 +43,27 @@ class Unit(NamedTuple):
 @dataclass(frozen=True)
 class DataRows:
     """How `layout`'s data axis lays out the parameters of a rank, whose gradients have `width` bytes a number; `bucket`
-    bytes of them make a row. `tied` says whether the head is the embedding."""
+    bytes of them make a row. `tied` says whether the head is the embedding. Spread experts have rows of their own, over
+    the ranks that hold the same ones."""
 
     parameters: Parameters
     layout: Layout
     tied: bool
     width: int
     bucket: int
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the rows."""
+        return self.layout.expert_replicas if self._spread else self.layout.data_ranks
+
+    def coordinate(self, rank: int) -> int:
+        """Which of those `rank` is."""
+        return rank // (self.layout.ep * self.layout.expert_tp if self._spread else self.layout.tp)
+
+    @property
+    def _spread(self) -> bool:
+        return bool(self.parameters) and self.parameters[0].spread
 
     @cached_property
     def gradients(self) -> list[Rowed]:
@@ -86,7 +100,7 @@ class DataRows:
     def _row(self, parameters: list[Parameter]) -> Rowed:
         sizes = tuple([each.numel for each in parameters])
         if sizes not in self._known:  # a model of many experts has many rows, and few that differ
-            self._known[sizes] = FlatRow(sizes, self.layout.dp if self.layout.zero else 1)
+            self._known[sizes] = FlatRow(sizes, self.ranks if self.layout.zero else 1)
         return Rowed(self._known[sizes], parameters)
 
     @cached_property

@@ -76,7 +76,7 @@ class DataAxis:
 
     @property
     def _dp(self) -> int:
-        return self.rows.layout.dp
+        return self.rows.ranks
 
     @property
     def _zero(self) -> int:

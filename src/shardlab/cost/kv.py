@@ -6,7 +6,7 @@ By kind of attention: a key and a value for each KV head (MHA, GQA, MQA); one la
 
 from __future__ import annotations
 
-from ..specs import Layout, ModelSpec, dtype_of
+from ..specs import Layout, ModelSpec, dtype_of, padded
 from ..specs.attention import Latent
 from ..specs.check import whole
 from ..specs.layout import layout_of
@@ -15,7 +15,8 @@ from ..specs.layout import layout_of
 def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16"
                  ) -> int | float:
     """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, or "fp8"
-    (a byte a number).
+    (a byte a number). Where cp cuts the sequences, ranks have their part of the tokens, and
+    this is the mean over them (no run of ours is behind it).
 
     A rank has at least one KV head, so a tp beyond the KV heads saves nothing more; a
     latent is whole on every rank. MLA in fp8 is DeepSeek's layout: the latent in fp8 with
@@ -26,28 +27,29 @@ def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf
     """
     layout = layout_of(layout)
     layout.check(spec)
-    width = _width(dtype)
-    if spec.compressed:
-        ratios = spec.compressed.ratios
-        return sum(layers / ratio * _entry(ratio) for ratio, layers in ratios)
-    if spec.latent:
-        return spec.layers * _latent(spec.latent, dtype, width)
-    return (spec.layers - spec.windowed_layers) * _heads(spec, layout, width)
+    grows = _growth(spec, layout, dtype)
+    return grows if layout.cp == 1 else grows / layout.cp
 
 
 def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16") -> int:
     """Bytes that each rank caches for one request of `tokens` tokens, prompt and answer.
 
+    Of a sequence that cp cuts, its two of 2cp chunks, padding included.
     What compressed attention keeps of its last tokens, under 5 MB a request in DeepSeek-V4, is not in it. Raises like
     `kv_per_token`.
     """
     whole("tokens", tokens)
     layout = layout_of(layout)
-    growing = kv_per_token(spec, layout, dtype)
+    layout.check(spec)
+    if layout.cp > 1:
+        if spec.compressed or spec.window:
+            raise ValueError(f"cp = {layout.cp}: {spec.name} attends to entries or windows, and how a cut sequence "
+                             "caches them is not known here")
+        tokens = padded(tokens, 2 * layout.cp) // layout.cp
     if spec.compressed:
         return sum(layers * (tokens // ratio) * _entry(ratio) for ratio, layers in spec.compressed.ratios)
     kept = min(tokens, spec.window or 0) * spec.windowed_layers
-    return int(growing * tokens) + kept * _heads(spec, layout, _width(dtype))
+    return int(_growth(spec, layout, dtype) * tokens) + kept * _heads(spec, layout, _width(dtype))
 
 
 def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16"
@@ -57,6 +59,16 @@ def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | 
     All ranks hold a part of every request, so the whole group holds as many as one rank does. Raises like `kv_cache`.
     """
     return max(0, free) // kv_cache(spec, tokens, layout, dtype)
+
+
+def _growth(spec: ModelSpec, layout: Layout, dtype: str) -> int | float:
+    """Bytes of a token in all layers, of a rank that has it."""
+    width = _width(dtype)
+    if spec.compressed:
+        return sum(layers / ratio * _entry(ratio) for ratio, layers in spec.compressed.ratios)
+    if spec.latent:
+        return spec.layers * _latent(spec.latent, dtype, width)
+    return (spec.layers - spec.windowed_layers) * _heads(spec, layout, width)
 
 
 def _heads(spec: ModelSpec, layout: Layout, width: int) -> int:

@@ -1,15 +1,17 @@
 """What each rank holds: bytes of weights, gradients and optimizer states.
 
-Exact, padding and copies included, for what `parallel.tensor.cut`, `data.replicate` and `zero.shard` leave on a rank:
-the shapes come from `TensorSpec.local_shape`, the rows from `specs.rows`. `training` and `serving` add what is held
-beside these states.
+Exact, padding and copies included, for what `parallel.tensor.cut`, `expert.cut`, `data.replicate` and `zero.shard`
+leave on a rank: the shapes come from `TensorSpec.local_shape`, the rows from `specs.rows`. `training` and `serving` add
+what is held beside these states.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 from ..specs import Dtype, Format, Layout, ModelSpec, format_of
@@ -21,8 +23,8 @@ from .bill import Bill, Row
 from .data_rows import DataRows
 from .formats import Formats, formats_of
 from .memory_rows import active_of, notes_of, rows_of, title_of
-from .parameters import parameters
-from .sharing import Share, coordinate_of, fullest, share
+from .parameters import held_by_each, parameters_of, together
+from .sharing import Share, held_of, rank_of, share
 
 # numbers kept per parameter, and bytes kept per tensor: PyTorch's AdamW counts each tensor's steps in one fp32 number
 _OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "sgd+momentum": (1, 0)}
@@ -40,12 +42,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MemoryBill(Bill):
-    """Bytes held by one rank. Tensor parallelism pads to equal parts, so its ranks all hold the same; under ZeRO a few
-    bytes may differ, and the bill is that of the rank at `coordinate` of the data axis.
+    """Bytes held by one rank. Tensor and expert parallelism cut into equal parts, padded if need be, so their ranks all
+    hold as much; under ZeRO a few bytes may differ, and the bill is that of `rank`.
 
     `elements`, `tensors` and `stored` are the numbers of parameters (padding and copies included), of weight tensors
     and of bytes of weights that a rank holds where nothing is shared out, for each group of tensors; `share` is what is
-    left to it. `optimizer` and `formats` are None where nothing is trained. `parts` is what comes to the states.
+    left to it. `optimizer` and `formats` are None where nothing is trained. `parts` is what comes to the states,
+    `redundant` how many experts of each layer are copies of others.
     """
 
     spec: ModelSpec
@@ -59,7 +62,8 @@ class MemoryBill(Bill):
     copied: int
     padding: int
     share: Share
-    coordinate: int = 0
+    rank: int = 0
+    redundant: int = 0
     parts: tuple[Part, ...] = ()
     task: str = ""
 
@@ -122,19 +126,34 @@ class MemoryBill(Bill):
         numbers, counter = self.kept
         each = self.formats.gradients.bytes + numbers * self.formats.stepped.bytes if self.formats else 0
         each += self.master.bytes if self.master else 0
-        return {group: self.stored[group] + n * each + self.tensors[group] * counter
+        kept = {group: self.stored[group] + n * each + self.tensors[group] * counter
                 for group, n in self.elements.items()}
+        biases, routers = self.untrained
+        return kept | {"router": kept["router"] - biases * each - routers * counter}
+
+    @property
+    def untrained(self) -> tuple[int, int]:
+        """Numbers and tensors that a rule moves, not a gradient: by which routing is balanced. They are counted as wide
+        as the rest, and have 32 bits, for they move by thousandths."""
+        experts = self.spec.experts
+        layers = self.spec.layers - experts.first_dense if experts and experts.routing_bias else 0
+        return layers * experts.routed if experts else 0, layers
 
     @property
     def mixed(self) -> bool:
         """Whether groups of tensors can't be told apart in it."""
-        frozen = self.optimizer is not None and self.share.pieces < sum(self.tensors.values())
+        frozen = self.optimizer is not None and self.share.pieces < sum(self.tensors.values()) - self.untrained[1]
         return self.layout.zero > 0 or frozen
 
     @property
     def active(self) -> int:
         """Bytes of weights that one token uses on a rank, the whole embedding included: all, but of experts some."""
-        return sum(active_of(self.spec, group, nbytes) for group, nbytes in self.stored.items())
+        return sum(active_of(self, group, nbytes) for group, nbytes in self.stored.items())
+
+    @property
+    def coordinate(self) -> int:
+        """Where the rank stands on the data axis."""
+        return self.rank // self.layout.tp
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -179,14 +198,15 @@ class MemoryBill(Bill):
         inputs = {"model": self.spec.name, **asdict(self.layout), "dtype": self.format.name,
                   "optimizer": self.optimizer}
         parameters = {"resident": self.spec.total, "active": self.spec.active}
-        return {**inputs, **kinds, "worst_rank": self.coordinate * self.layout.tp, "parameters": parameters,
+        return {**inputs, **kinds, "worst_rank": self.rank, "parameters": parameters,
                 "groups": {} if self.mixed else self.groups,
                 "parts": [part._asdict() for part in self.parts], **super().to_dict()}
 
 
 def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", training: bool = False,
            optimizer: str = "adamw", master: str | None = None, gradients: str | None = None, *,
-           frozen: Collection[str] = (), rank: int | None = None, bucket: int = BUCKET) -> MemoryBill:
+           frozen: Collection[str] = (), rank: int | None = None, bucket: int = BUCKET, redundant: int = 0
+           ) -> MemoryBill:
     """The bill of what each rank holds of `spec` under `layout` (one rank if None), weights stored as `dtype`.
 
     `training` adds gradients and the states of `optimizer`: "adamw", "sgd" or "sgd+momentum", as PyTorch keeps them.
@@ -197,44 +217,59 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     ZeRO shares out rows of `bucket` bytes of gradients. Under it half precision is always stepped in fp32, and a rank's
     part of the gradients summed up in fp32, as `zero.shard` does; `gradients="bf16"` keeps them so, as the paper
     counts. `frozen` names weights that are not trained, or modules of them. Where ranks differ, the bill is that of
-    `rank`, or of the one that holds most. Raises ValueError on an unknown format or optimizer, on quantised weights to
-    be trained or shared out, on a frozen name or a rank that there isn't, and on a layout that `spec` doesn't allow.
+    `rank`, or of the one that holds most.
+
+    Of a mixture's experts a rank holds one of ep parts, cut over etp ranks; ZeRO shares these out over the ranks that
+    hold the same, the rest over dp · cp (no run of ours is behind ZeRO on experts that are spread). Serving may add
+    `redundant` copies of experts to each layer. Raises ValueError on an unknown format or optimizer, on quantised
+    weights to be trained or shared out, on copies that are trained, on a frozen name or a rank that there isn't, and
+    on a layout that `spec` doesn't allow.
     """
     flag("training", training)
     if not isinstance(optimizer, str) or optimizer not in _OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(_OPTIMIZERS)}")
     layout, form = layout_of(layout), format_of(dtype)
-    layout.check(spec)
+    layout.check(spec, redundant)
+    if redundant and (training or layout.zero):
+        raise ValueError(f"redundant = {redundant}: copies of experts are for serving; training has its gradients to "
+                         "sum, which a smaller ep does: leave redundant out")
     if not training and (master is not None or gradients is not None):
         raise ValueError(f"master = {master!r} and gradients = {gradients!r} are held in training: training=True")
     if (training or layout.zero) and not form.matrix == form.expert == form.rest:
         raise ValueError(f"weights stored as {form.name} are served, not trained here: train with fp32, bf16 or fp16")
     formats = formats_of(form, master, gradients, layout.zero > 0) if training else None
     elements, tensors, stored = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
-    copied, p = 0, layout.tp
-    for times, tensor in spec.counted():
-        shape, group = tensor.local_shape(p), tensor.group
+    copied, most = 0, together(layout)
+    for tensor, in_all, times, shape, there in held_by_each(spec, layout, redundant):
+        group = tensor.group
         elements[group] += times * math.prod(shape)
         tensors[group] += times
         stored[group] += times * form.of(group, shape).nbytes(shape)
-        copied += times * tensor.size * (tensor.copies(p) - 1)
+        copied += there - in_all * tensor.size
     numbers = sum(elements.values())
     bill = MemoryBill(spec, layout, form, optimizer if training else None, formats, elements, tensors, stored, copied,
-                      p * numbers - spec.total - copied, Share(numbers, numbers, 0, numbers, sum(tensors.values())))
+                      most * numbers - spec.total - copied, Share(numbers, 0, 0, 0, 0),
+                      0 if rank is None else rank_of(rank, layout), redundant)
     if not layout.zero and not frozen:
-        return bill if rank is None else replace(bill, coordinate=coordinate_of(rank, layout))
+        biases, routers = bill.untrained
+        stepped, pieces = numbers - biases, sum(tensors.values()) - routers
+        return replace(bill, share=Share(numbers, stepped, 0, stepped, pieces))
     return _shared_out(bill, frozen, rank, whole("bucket", bucket))
 
 
 def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, bucket: int) -> MemoryBill:
     """The bill of a rank that ZeRO leaves a part, or that does not train what is frozen."""
     layout, formats = bill.layout, bill.formats
-    rows = DataRows(parameters(bill.spec, layout.tp, frozen=frozen), layout, bill.spec.tied, bill.width, bucket)
+    if rank is None and layout.ep > 1 and (one := [name for name in frozen if re.search(r"experts\.\d", name)]):
+        raise ValueError(f"{one[0]} is on some of the ranks only, ep = {layout.ep}: say whose bill with rank=")
+    held = parameters_of(bill.spec, layout, frozen, bill.rank)
+    rows = [DataRows(some, layout, bill.spec.tied, bill.width, bucket) for some in held.apart() if some]
     converted = formats is not None and formats.part != formats.gradients
-    if rank is not None:
-        coordinate = coordinate_of(rank, layout)
-    else:
+    if rank is None and layout.zero:
         kept = [(bill.kept[0], formats.stepped), (1, bill.master), (converted, formats.part)] if formats else []
         number = sum(n * dtype.bytes for n, dtype in kept if dtype)
-        coordinate = fullest(rows.gradients, layout.dp, number, bill.kept[1]) if layout.zero else 0
-    return replace(bill, share=share(rows, coordinate, converted), coordinate=coordinate)
+        more = [(each, held_of(each.gradients, each.ranks, number, bill.kept[1])) for each in rows]
+        bill = replace(bill, rank=max(range(layout.world_size),
+                                      key=lambda r: sum(held[each.coordinate(r)] for each, held in more)))
+    shares = [share(each, each.coordinate(bill.rank), converted) for each in rows]
+    return replace(bill, share=reduce(Share.plus, shares))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..specs import Dtype, ModelSpec
+from ..specs import Dtype, Layout, ModelSpec
 from ..specs.storage import Packed
 from ..specs.units import count, decimal
 from .bill import Row
+from .parameters import held_by_each, together
 
 if TYPE_CHECKING:
     from .memory import MemoryBill
@@ -29,7 +30,7 @@ def rows_of(bill: MemoryBill) -> list[Row]:
     plain = bill.format.matrix == bill.format.expert == bill.format.rest
     width = f"{bill.format.rest.bits // 8} B" if plain else f"{bill.weights / held:.4f} B"
     numbers = bill.share.weights if bill.layout.zero else held
-    params = f"{_part(bill.spec.total, numbers, bill.layout.tp)} params × {width} ({bill.format.name})"
+    params = f"{_part(bill.spec.total, numbers, bill.layout)} params × {width} ({bill.format.name})"
     active = bill.weights if bill.layout.zero == 3 else bill.active  # of slices nobody uses only some
     rows.append(Row("weights", params, bill.weights, note=_note(bill.weights, active, bill.spec)))
     for i, (n, dtype) in enumerate(bill.kept_gradients):
@@ -52,10 +53,15 @@ def notes_of(bill: MemoryBill) -> list[str]:
     if layout.world_size == 1:
         return []
     notes = [] if layout.zero == 0 else [
-        f"Of {layout.dp} ranks of the data axis, number {bill.coordinate}: others differ by padding and step counters."]
-    if layout.tp > 1:
-        same = "Every rank holds the same. In all" if layout.zero == 0 else "In all of a replica"
-        notes.append(f"{same} {count(bill.copied)} numbers are copies of what another rank holds too, "
+        f"Of {layout.data_ranks} ranks of the data axis, number {bill.coordinate}: others differ by padding and step "
+        "counters."]
+    if layout.tp > 1 or layout.spreads:
+        whole = f"{together(layout)} ranks have the whole model: of it"
+        if layout.zero:
+            of = whole if layout.spreads else "In all of a replica"
+        else:
+            of = f"Every rank holds as much. {whole}" if layout.spreads else "Every rank holds the same. In all"
+        notes.append(f"{of} {count(bill.copied)} numbers are copies of what another rank holds too, "
                      f"{count(bill.padding)} are padding.")
     return notes
 
@@ -68,31 +74,34 @@ def _numbers(label: str, n: int, kept: int, dtype: Dtype) -> Row:
 def _group(bill: MemoryBill, group: str) -> Row:
     """The weights of one group: numbers × bytes, and scales × bytes, for each way that some of them are stored."""
     kinds: dict[Packed, list[int]] = {}
-    for times, tensor in bill.spec.counted():
+    for tensor, whole, times, shape, _ in held_by_each(bill.spec, bill.layout, bill.redundant):
         if tensor.group == group:
-            shape = tensor.local_shape(bill.layout.tp)
             packed = bill.format.of(group, shape)
             sums = kinds.setdefault(packed, [0, 0, 0])
-            for i, n in enumerate((tensor.size, math.prod(shape), packed.scales(shape))):
-                sums[i] += times * n
-    text = " + ".join(_stored_as(packed, sums, bill.layout.tp) for packed, sums in kinds.items())
+            for i, n in enumerate((whole * tensor.size, times * math.prod(shape), times * packed.scales(shape))):
+                sums[i] += n
+    text = " + ".join(_stored_as(packed, sums, bill.layout) for packed, sums in kinds.items())
     stored = bill.stored[group]
-    return Row(f"  {group}", text, stored, note=_note(stored, active_of(bill.spec, group, stored), bill.spec))
+    return Row(f"  {group}", text, stored, note=_note(stored, active_of(bill, group, stored), bill.spec))
 
 
-def _part(whole: int, held: int, tp: int) -> str:
-    return count(held) if tp == 1 and whole == held else f"{count(whole)} → {count(held)}"
+def _part(whole: int, held: int, layout: Layout) -> str:
+    cut = layout.tp > 1 or layout.spreads
+    return count(held) if not cut and whole == held else f"{count(whole)} → {count(held)}"
 
 
-def _stored_as(packed: Packed, sums: list[int], tp: int) -> str:
+def _stored_as(packed: Packed, sums: list[int], layout: Layout) -> str:
     whole, held, scales = sums
-    text = f"{_part(whole, held, tp)} × {packed.bits / 8:g} B ({packed.name})"
+    text = f"{_part(whole, held, layout)} × {packed.bits / 8:g} B ({packed.name})"
     return text + (f" + {count(scales)} scales × {packed.scale_bytes} B" if scales else "")
 
 
-def active_of(spec: ModelSpec, group: str, nbytes: int) -> int:
-    """What a token uses of `nbytes` of weights: of routed experts, those that it is sent to."""
-    return nbytes * spec.experts.active // spec.experts.routed if spec.experts and group == "experts" else nbytes
+def active_of(bill: MemoryBill, group: str, nbytes: int) -> int:
+    """What a token uses of `nbytes` of weights on a rank: of routed experts, those that it is sent to on average."""
+    experts = bill.spec.experts
+    if experts is None or group != "experts":
+        return nbytes
+    return nbytes * experts.active // (experts.routed + bill.redundant)
 
 
 def _note(resident: int, active: int, spec: ModelSpec) -> str:

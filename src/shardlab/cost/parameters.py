@@ -6,14 +6,17 @@ import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from ..specs import ModelSpec, TensorSpec
+from ..specs import Layout, ModelSpec, TensorSpec
+
+UNTRAINED = "e_score_correction_bias"  # what routing is balanced by: a rule moves it, not a gradient
 
 
 class Parameter(NamedTuple):
     """What one of `tp` ranks holds of one weight: `numel` numbers, padding included; in which layer, None at the ends.
 
     `copies` is how many of the ranks hold the same with a part of its gradient each: 1 where none does. `cut` says
-    whether the ranks together hold different parts of it.
+    whether the ranks together hold different parts of it. An expert is `spread` where experts lie over other ranks than
+    the rest.
     """
 
     name: str
@@ -22,6 +25,7 @@ class Parameter(NamedTuple):
     copies: int
     cut: bool
     trained: bool
+    spread: bool = False
 
 
 class Stage(NamedTuple):
@@ -61,6 +65,11 @@ class Parameters(tuple[Parameter, ...]):
         """Those that are not frozen."""
         return [parameter for parameter in self if parameter.trained]
 
+    def apart(self) -> tuple[Parameters, Parameters]:
+        """Those that are not spread, and those that are: each are shared out over ranks of their own."""
+        rest, spread = (Parameters(each for each in self if each.spread is kind) for kind in (False, True))
+        return rest, spread
+
     def reached(self, name: str) -> bool:
         """Whether backward comes to the output of the weight `name`: whether it, or one before it, is trained."""
         for parameter in self:
@@ -71,34 +80,85 @@ class Parameters(tuple[Parameter, ...]):
         raise ValueError(f"there is no {name}")
 
 
-def parameters(spec: ModelSpec, tp: int = 1, sp: bool = False, frozen: Collection[str] = ()) -> Parameters:
+def parameters(spec: ModelSpec, tp: int = 1, sp: bool = False, frozen: Collection[str] = (), *, ep: int = 1,
+               etp: int | None = None, part: int = 0) -> Parameters:
     """What each of `tp` ranks holds of `spec`. `frozen` names weights, or modules with all weights inside them:
     ("embed_tokens", "layers.0.mlp.up_proj"). With `sp`, sequence parallelism, each rank has the gradients of its part
-    of the sequence for weights that all hold whole. Raises ValueError on a name that the model doesn't have."""
+    of the sequence for weights that all hold whole. Of `ep` parts of each layer's experts the rank has number `part`,
+    each expert cut over `etp` ranks (tp if None). Raises ValueError on a name that the model doesn't have."""
     if isinstance(frozen, str):
         raise ValueError(f"frozen = {frozen!r} is one name: give several, ({frozen!r},)")
-    held = list(_held(spec, tp, sp))
+    held = list(_held(spec, tp, sp, etp or tp, ep > 1 or etp not in (None, tp)))
     if frozen:
         known = {name.rsplit(".", i)[0] for name, *_ in held for i in range(name.count(".") + 1)}
         if unmet := [name for name in frozen if name not in known]:
             tied = ": its head is the embedding's weight" if spec.tied and unmet[0].startswith("lm_head") else ""
             raise ValueError(f"{spec.name} has no {unmet[0]} to freeze{tied}")
         names = tuple(f"{name}." for name in frozen)
-        held = [each._replace(trained=not f"{each.name}.".startswith(names)) for each in held]
+        held = [each._replace(trained=each.trained and not f"{each.name}.".startswith(names)) for each in held]
+    if ep > 1 and spec.experts:
+        some = spec.experts.routed // ep
+        own = range(part * some, (part + 1) * some)
+        held = [each for each in held if not each.spread or int(each.name.split(".")[4]) in own]
     return Parameters(held)
 
 
-def _held(spec: ModelSpec, tp: int, sp: bool) -> Iterator[Parameter]:
-    """All of them, trained. Layers of a kind are alike, so each kind is looked at once."""
+def parameters_of(spec: ModelSpec, layout: Layout, frozen: Collection[str] = (), rank: int = 0) -> Parameters:
+    """What `rank` of `layout` holds. Raises ValueError as `parameters` does."""
+    return parameters(spec, layout.tp, bool(layout.sp), frozen, ep=layout.ep, etp=layout.expert_tp,
+                      part=rank // layout.expert_tp % layout.ep)
+
+
+class Held(NamedTuple):
+    """A weight and what a rank holds of it: of `whole` such tensors in the model, `times` of this `shape`. The layout's
+    `together` ranks have `numbers` of it among them, copies included and padding left out."""
+
+    tensor: TensorSpec
+    whole: int
+    times: int
+    shape: tuple[int, ...]
+    numbers: int
+
+
+def together(layout: Layout) -> int:
+    """The fewest neighbouring ranks that hold the model, equally often each part of the experts, and of the rest."""
+    return math.lcm(layout.tp, layout.ep * layout.expert_tp)
+
+
+def held_by_each(spec: ModelSpec, layout: Layout, redundant: int = 0) -> Iterator[Held]:
+    """Every different weight of `spec`, and what each rank of `layout` holds of it where nothing is shared out by ZeRO.
+    `redundant` experts of a layer are copies of others."""
+    ranks = together(layout)
+    for whole, tensor in spec.counted():
+        p = layout.expert_tp if tensor.group in ("experts", "shared") else layout.tp
+        parts, there = 1, whole
+        if tensor.group == "experts" and spec.experts:
+            parts = layout.ep
+            there = whole // spec.experts.routed * (spec.experts.routed + redundant)
+        copies = ranks // (parts * p) * tensor.copies(p)
+        yield Held(tensor, whole, there // parts, tensor.local_shape(p), there * tensor.size * copies)
+
+
+def _held(spec: ModelSpec, tp: int, sp: bool, etp: int, spread: bool) -> Iterator[Parameter]:
+    """All of them, none frozen. Layers of a kind are alike, so each kind is looked at once."""
     for tensor in spec.first_tensors():
         yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
     for layers, _ in spec.kinds():
-        alike = [(tensor.name, _of(tensor, tp, sp)) for tensor in spec.layer_tensors(layers[0])]
+        alike = [(tensor.name, _of_experts(tensor, tp, sp, etp), spread and tensor.group == "experts")
+                 for tensor in spec.layer_tensors(layers[0])]
         for layer in layers:
-            for name, of in alike:
-                yield Parameter(f"layers.{layer}.{name}", layer, *of, True)
+            for name, of, own in alike:
+                yield Parameter(f"layers.{layer}.{name}", layer, *of, not name.endswith(UNTRAINED), own)
     for tensor in spec.last_tensors():
         yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
+
+
+def _of_experts(tensor: TensorSpec, tp: int, sp: bool, etp: int) -> tuple[int, int, bool]:
+    """`_of`, where the experts, router and shared ones among them, are cut over `etp` ranks; if these are not all of
+    `tp`, each of them has tokens of its own."""
+    if etp == tp or tensor.group not in ("router", "experts", "shared"):
+        return _of(tensor, tp, sp)
+    return tensor.size, tp, False
 
 
 def _of(tensor: TensorSpec, tp: int, sp: bool) -> tuple[int, int, bool]:

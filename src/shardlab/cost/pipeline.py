@@ -160,6 +160,9 @@ def pipeline(spec: ModelSpec, orders: Orders, *, batch: int, seq: int, layout: L
     layout = layout_of(layout)
     if layout.dp > 1:
         raise ValueError(f"dp = {layout.dp}: this is the bill of one replica's pipeline; leave the data axis out")
+    if layout.cp > 1 or layout.spreads:
+        raise ValueError(f"{layout.degrees}: what a pipeline sends of cut sequences and spread experts is not known "
+                         "here; leave cp, ep and etp out")
     if layout.tp > 1 and spec.beyond_llama:
         raise ValueError(f"{spec.name} has {spec.beyond_llama}: the traffic of the Llama kind alone is known; tp = 1")
     count, microbatches = size(orders)

@@ -3,7 +3,8 @@
 A linear layer saves its input, a norm its input and one number a row, a product both factors, an activation its input,
 the attention kernel its queries, keys and values, its output and the log-sum-exp of its scores. A sum saves nothing,
 and neither do the collectives of a cut. Sequence parallelism leaves each rank its rows of the tokens between the cut
-layers; what these take in is gathered, and kept so or as the slice that it is gathered from.
+layers; what these take in is gathered, and kept so or as the slice that it is gathered from. Context parallelism leaves
+each rank its tokens of every sequence, whose length is padded to a multiple of 2cp.
 """
 
 from __future__ import annotations
@@ -57,8 +58,14 @@ class Saved:
         return self.layout.tp
 
     @property
+    def own(self) -> int:
+        """A rank's tokens of a sequence: all, or of a cut one two of its 2cp chunks, padding included."""
+        cp = self.layout.cp
+        return padded(self.seq, 2 * cp) // cp if cp > 1 else self.seq
+
+    @property
     def tokens(self) -> int:
-        return self.batch * self.seq
+        return self.batch * self.own
 
     @property
     def gathered(self) -> int:
@@ -127,16 +134,23 @@ class Saved:
         return [Term(what, self.gathered, numbers, self.width)]
 
     def experts(self) -> list[Term]:
-        """Routing, and the blocks that the tokens are sent to: each token is copied for each of its experts."""
+        """Routing, and the blocks that the tokens are sent to: each token is copied for each of its experts. Experts on
+        other ranks are taken to be asked for alike: then as much comes as goes. Whole ones (etp = 1) have a rank's part
+        of the tokens each, as the shared ones do."""
         mixture = self.spec.experts
         assert mixture is not None  # or there would be no such layer
-        sent = mixture.active * self.spec.hidden
-        shared = self.gated("shared experts", mixture.shared * mixture.ffn) if mixture.shared else []
-        part = padded(mixture.ffn, self.tp) // self.tp
-        return [self._each("router scores", mixture.routed, self.precise),
-                self._each("chosen experts", mixture.active, 8), self._each("their weights", mixture.active),
-                self._each("sent to experts", sent), self._each("experts", 4 * mixture.active * part),
-                self._each("experts out", sent), *shared]
+        sent, etp = mixture.active * self.spec.hidden, self.layout.expert_tp
+        rows = self.tokens if etp == self.tp else padded(self.tokens, self.tp) // self.tp
+        shared = 4 * padded(mixture.shared * mixture.ffn, etp) // etp
+        part = padded(mixture.ffn, etp) // etp
+
+        def each(what: str, numbers: int, width: int = self.width) -> Term:
+            return Term(what, rows, numbers, width)
+
+        return [each("router scores", mixture.routed, self.precise), each("chosen experts", mixture.active, 8),
+                each("their weights", mixture.active), each("sent to experts", sent),
+                each("experts", 4 * mixture.active * part), each("experts out", sent),
+                *([each("shared experts", shared)] if shared else [])]
 
     def ends(self) -> list[Term]:
         """What is kept outside the layers, but for the loss: for embedding, rotation and head."""
@@ -148,7 +162,7 @@ class Saved:
         if self.tp > 1:
             out.append(Term("own tokens", self.gathered, 1, 1))
         if self.spec.learned_positions:
-            out.append(Term("positions", self.seq, 1, 8, "position"))
+            out.append(Term("positions", self.own, 1, 8, "position"))
         return out
 
     def rotation(self) -> list[Term]:
@@ -156,7 +170,7 @@ class Saved:
         if self.spec.learned_positions:
             return []
         turned = self.spec.latent.rope_dim if self.spec.latent else self.spec.head_dim
-        return [Term("cos and sin", self.seq, 2 * turned, self.width, "position")]
+        return [Term("cos and sin", self.own, 2 * turned, self.width, "position")]
 
     def head(self) -> list[Term]:
         """What is kept between the last layer and the logits."""

@@ -26,6 +26,10 @@ class Share(NamedTuple):
     stepped: int
     pieces: int
 
+    def plus(self, other: Share) -> Share:
+        """What a rank holds of two kinds of parameters."""
+        return Share(*map(sum, zip(self, other, strict=True)))
+
 
 def share(rows: DataRows, coordinate: int, converted: bool) -> Share:
     """What the rank at `coordinate` of the data axis holds. `converted` says whether it keeps its part of the gradients
@@ -52,8 +56,14 @@ def own(rows: Sequence[Rowed], coordinate: int) -> dict[str, int]:
 
 
 def fullest(rows: Sequence[Rowed], p: int, number: int, piece: int) -> int:
-    """Which of `p` ranks holds most, the first of equals, where each has `number` bytes for a number in its slices and
-    `piece` bytes for a piece of a parameter."""
+    """Which of `p` ranks holds most, the first of equals: see `held_of`."""
+    held = held_of(rows, p, number, piece)
+    return held.index(max(held))
+
+
+def held_of(rows: Sequence[Rowed], p: int, number: int, piece: int) -> list[int]:
+    """What each of `p` ranks holds, but for what all hold alike, where it has `number` bytes for a number in its slices
+    and `piece` bytes for a piece of a parameter."""
     change: Counter[int] = Counter()  # from one rank to the next
     for row, n in Counter(row for row, _ in rows).items():
         full, rest = divmod(row.filled, row.share)
@@ -62,12 +72,16 @@ def fullest(rows: Sequence[Rowed], p: int, number: int, piece: int) -> int:
         for start, size in zip(row.starts, row.sizes, strict=True):
             change[start // row.share] += n * piece
             change[(start + size - 1) // row.share + 1] -= n * piece
-    held = list(accumulate(change[r] for r in range(p)))
-    return held.index(max(held))
+    return list(accumulate(change[r] for r in range(p)))
 
 
 def coordinate_of(rank: int, layout: Layout) -> int:
     """Where `rank` stands on the data axis. Raises ValueError on a rank that the layout hasn't got."""
+    return rank_of(rank, layout) // layout.tp
+
+
+def rank_of(rank: int, layout: Layout) -> int:
+    """`rank`. Raises ValueError where the layout hasn't got it."""
     if whole("rank", rank, 0) >= layout.world_size:
         raise ValueError(f"rank = {rank} is none of {layout.world_size} ranks: the last is {layout.world_size - 1}")
-    return rank // layout.tp
+    return rank

@@ -75,12 +75,15 @@ def bytes_read(spec: ModelSpec, layout: Layout | None = None, *, batch: int = 1,
     """Bytes that each rank reads for one decoding step of `batch` requests of `context` tokens each.
 
     All weights but the embedding, of which a token needs a row; of the routed experts, those that some token is sent
-    to (`experts_met`). And every request's cache.
+    to (`experts_met`): by expert parallelism, a token of any of the ranks that share them, each with as many requests.
+    And every request's cache.
     """
-    bill = memory(spec, served(layout), dtype)
+    layout = served(layout)
+    bill = memory(spec, layout, dtype)
     experts = bill.stored["experts"]
     weights = bill.weights - experts - (0 if spec.tied else bill.stored["embedding"])
-    experts = int(experts * experts_met(spec, batch))
+    asking = -(-whole("batch", batch) * layout.ep * layout.expert_tp // layout.tp)
+    experts = int(experts * experts_met(spec, asking))
     return weights + experts + whole("batch", batch) * kv_cache(spec, context, layout, kv_dtype)
 
 

@@ -1,7 +1,7 @@
 """What each rank hands to its collectives in one step: forward passes, backward passes, and what follows them.
 
-Exact in payload, call by call, for what the cuts in `parallel` do; `tensor_traffic` and `data_traffic` have the calls
-of each axis.
+Exact in payload, call by call, for what the cuts in `parallel` do; `tensor_traffic`, `context_traffic`,
+`expert_traffic` and `data_traffic` have the calls of each axis.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from ..specs.rows import BUCKET
 from ..specs.units import binary
 from .bill import Bill, Row
 from .collective import Collective, Phase
+from .context_traffic import ContextAxis
 from .data_rows import DataRows
 from .data_traffic import DataAxis
-from .parameters import parameters
+from .expert_traffic import ExpertAxis, Routed, busiest, check_routed
+from .parameters import parameters_of
 from .sharing import coordinate_of
 from .tensor_traffic import TensorAxis
 
@@ -79,7 +81,8 @@ class TrafficBill(Bill):
 
     @property
     def footnotes(self) -> list[str]:
-        return ["wire: what each rank sends if a ring does it; derived"] if self.collectives else []
+        alone = ", an all-to-all pair by pair" if any(c.op == "all_to_all" for c in self.collectives) else ""
+        return [f"wire: what each rank sends if a ring does it{alone}; derived"] if self.collectives else []
 
     def to_dict(self) -> dict[str, Any]:
         """The bill as plain data: inputs, every collective with payload, wire and hops of one call, rows."""
@@ -92,7 +95,7 @@ class TrafficBill(Bill):
 def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = "fp32", backward: bool = True,
             head: Literal["loss", "logits"] = "loss", recompute: str | None = None, *, accumulate: int = 1,
             frozen: Collection[str] = (), rank: int | None = None, start: bool = False, clip: bool = False,
-            loop: bool = False, bucket: int = BUCKET) -> TrafficBill:
+            loop: bool = False, bucket: int = BUCKET, routed: Routed | None = None) -> TrafficBill:
     """The bill of one step on `batch` × `seq` tokens a rank: a forward pass to the `head`, and `backward` from it.
 
     `head` "loss" ends in the vocabulary-parallel cross-entropy, "logits" in gathering the logits on every rank:
@@ -106,45 +109,83 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
     gradients. Ranks that ZeRO leaves different parts of a gradient may hand in different amounts: the bill is `rank`'s,
     with None that of the one that hands in most.
 
-    Raises ValueError on sizes below 1, an unknown dtype, head or mode, a rank or a frozen name that there isn't, a
-    model that is no Llama, and a layout that it doesn't allow.
+    Where cp cuts sequences, `seq` is the whole length, and the data axis has dp · cp ranks. Where ep shares out
+    experts, what travels depends on the router: `routed[r]` is what rank r has chosen, its `Routing.counts` in each
+    pass through a layer with experts (`cost.dispatch` says what to expect without).
+
+    Raises ValueError on sizes below 1, an unknown dtype, head or mode, a rank or a frozen name that there isn't, on a
+    layout that the model doesn't allow, and on what is not known here: what the plain model hasn't got, tp for a model
+    that is no Llama, ZeRO on experts that are spread, the loop's part where sequences are cut.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
     layout, kept = layout_of(layout), dtype_of(dtype)
     layout.check(spec)
-    if spec.beyond_llama:
-        raise ValueError(f"{spec.name} has {spec.beyond_llama}: the traffic of the Llama kind alone is known")
+    _check_known(spec, layout, loop)
     for name, choice in (("backward", backward), ("start", start), ("clip", clip), ("loop", loop)):
         flag(name, choice)
-    tokens, passes = whole("batch", batch) * whole("seq", seq), whole("accumulate", accumulate)
-    again = recompute_mode(recompute) == "full"
+    whole("batch", batch), whole("seq", seq), whole("accumulate", accumulate)
+    again, passes = recompute_mode(recompute), accumulate
     coordinate = None if rank is None else coordinate_of(rank, layout)
-    held = parameters(spec, layout.tp, bool(layout.sp), frozen)
-    data = DataAxis(DataRows(held, layout, spec.tied, kept.bytes, whole("bucket", bucket)), passes)
-    tensor = TensorAxis(spec, held, layout, tokens, kept)
+    held = parameters_of(spec, layout, frozen, rank or 0)
+    data = DataAxis(DataRows(held.apart()[0], layout, spec.tied, kept.bytes, whole("bucket", bucket)), passes)
+    context = ContextAxis(spec, held, layout, batch, seq, kept)
+    tensor = TensorAxis(spec, held, layout, context.tokens, kept)
+    experts = _experts(spec, layout, routed, passes, kept, frozen, rank) if layout.ep > 1 else None
     calls: list[Collective] = []
-    if layout.dp > 1:
+    if experts is not None:
+        calls += [*(experts.start() if start else ()), *experts.forward()]
+        calls += experts.backward(again == "full") if backward else []
+    if layout.data_ranks > 1:
         calls += [*(data.start() if start else ()), *(data.loop() if loop else ()), *data.forward()]
+    one: list[Collective] = []
+    if layout.cp > 1:
+        one += [*context.forward(), *(context.logits() if head == "logits" else ())]
+        one += context.backward(again) if backward else []
     if layout.tp > 1:
-        one = [*tensor.forward(), *(tensor.loss() if head == "loss" else tensor.logits())]
-        one += tensor.backward(again) if backward else []
-        calls += [replace(call, count=call.count * passes) for call in one]
+        one += [*tensor.forward(), *(tensor.loss() if head == "loss" else tensor.logits())]
+        one += tensor.backward(again == "full") if backward else []
+    calls += [replace(call, count=call.count * passes) for call in one]
     if backward:
-        calls += _ending(data, tensor, coordinate, clip or loop)
+        calls += _ending(data, tensor, experts, coordinate, clip or loop)
     return TrafficBill(spec, layout, batch, seq, kept, tuple(merged(calls)), recompute, passes)
 
 
-def _ending(data: DataAxis, tensor: TensorAxis, coordinate: int | None, clip: bool) -> Iterator[Collective]:
+def _check_known(spec: ModelSpec, layout: Layout, loop: bool) -> None:
+    other = spec.beyond_llama if layout.tp > 1 else spec.beyond_plain
+    if other:
+        kind = "over a tensor axis the traffic of the Llama kind" if layout.tp > 1 else "the traffic of the plain model"
+        raise ValueError(f"{spec.name} has {other}: {kind} alone is known")
+    if layout.spreads and layout.zero:
+        raise ValueError(f"{layout.degrees}: ZeRO on experts that are spread over the data axis is not known here; "
+                         "zero = 0, or ep = 1")
+    if layout.cp > 1 and loop:
+        raise ValueError(f"cp = {layout.cp}: what the training loop sends of cut sequences is not known here; "
+                         "loop = False")
+
+
+def _experts(spec: ModelSpec, layout: Layout, routed: Routed | None, passes: int, dtype: Dtype, frozen: Collection[str],
+             rank: int | None) -> ExpertAxis:
+    """The expert axis of `rank`, or of the one that sends most."""
+    routed = check_routed(spec, layout, routed, passes)
+    ranks = range(layout.world_size) if rank is None else (rank,)
+    return busiest([ExpertAxis(spec, parameters_of(spec, layout, frozen, r).apart()[1], layout, routed, r, dtype)
+                    for r in ranks])
+
+
+def _ending(data: DataAxis, tensor: TensorAxis, experts: ExpertAxis | None, coordinate: int | None, clip: bool
+            ) -> Iterator[Collective]:
     """What the data axis does in backward, and what comes behind it."""
     layout = tensor.layout
-    if layout.dp > 1:
+    if layout.data_ranks > 1:
         yield from (*data.backward(), *data.finish())
+    if experts is not None:
+        yield from experts.finish()
     if layout.tp > 1:
         yield from tensor.finish(*data.summed(coordinate))
     if clip:
-        yield from (*tensor.clip(), *data.clip())
-    if layout.dp > 1:
+        yield from (*tensor.clip(), *data.clip(), *(experts.clip() if experts is not None else ()))
+    if layout.data_ranks > 1:
         yield from data.step()
 
 

@@ -11,7 +11,7 @@ from ..specs.units import count, parse_bytes
 from .activations import activations
 from .data_rows import DataRows
 from .memory import MemoryBill, Part, memory
-from .parameters import parameters
+from .parameters import parameters_of
 from .under_way import under_way
 
 RESERVE = "1 GiB"
@@ -48,9 +48,11 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
 
 
 def _under_way(bill: MemoryBill) -> Part:
-    """What ZeRO-2 and 3 have whole for a moment, beside a rank's share."""
+    """What ZeRO-2 and 3 have whole for a moment, beside a rank's share: of spread experts and of the rest at most."""
     layout, spec = bill.layout, bill.spec
-    weights, gradients = under_way(DataRows(parameters(spec, layout.tp), layout, spec.tied, bill.width, BUCKET))
+    kinds = [under_way(DataRows(some, layout, spec.tied, bill.width, BUCKET))
+             for some in parameters_of(spec, layout).apart() if some]
+    weights, gradients = (sum(numbers) for numbers in zip(*kinds, strict=True))
     numbers = f"{count(gradients)} numbers of gradients"
     if weights:
         numbers = f"({count(weights)} numbers of weights + {count(gradients)} of gradients)"
