@@ -52,8 +52,9 @@ def gradient_distance(group, folder):
     for model in (plain, cut):
         model.loss(tokens, tokens.roll(-1, 1)).backward()
     grads.finish(cut)
-    theirs = {name: p.grad for name, p in plain.named_parameters()}
-    worst = max((mine(theirs[name], p) - p.grad).abs().max().item() for name, p in cut.named_parameters())
+    theirs, ours = ({name: p for name, p in model.named_parameters() if p.requires_grad} for model in (plain, cut))
+    theirs = {name: p.grad for name, p in theirs.items()}
+    worst = max((mine(theirs[name], p) - p.grad).abs().max().item() for name, p in ours.items())
     return worst / max(g.abs().max().item() for g in theirs.values())
 
 
