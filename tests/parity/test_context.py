@@ -1,4 +1,4 @@
-"""A cut sequence against the plain model, in float64: loss, logits, gradients, norm, and parameters after five steps."""
+"""A cut sequence against the plain model, in float64: loss, logits, gradients, norm, and parameters after steps."""
 
 import pytest
 import torch
