@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardlab.model import Transformer, Window, checkpoint, from_folder, initialise, parameters
-from shardlab.specs import ModelSpec
+from shardlab.specs import Experts, Latent, ModelSpec
 
 KINDS = list(checkpoints.KINDS)
 
@@ -58,6 +58,8 @@ def rewritten(copied):
 def test_what_is_saved_is_loaded_by_transformers_and_by_us(tiny, tmp_path, kind):
     ours = from_folder(tiny(kind))
     checkpoint.save(ours, tmp_path / kind)
+    names, stored = (load_file(folder / "model.safetensors").keys() for folder in (tmp_path / kind, tiny(kind)))
+    assert names == stored
     again, tokens = from_folder(tmp_path / kind), checkpoints.prompt(ours.spec.vocab)
     assert same(weights(again), weights(ours))
     assert vars(again.spec) == vars(ours.spec)
@@ -65,7 +67,7 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_us(tiny, tmp_path, kind)
     assert torch.equal(theirs, before)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-tied", "mixtral", "deepseek"])
 def test_all_bytes_of_the_file_are_read_once_and_ties_are_kept(tiny, kind):
     model = on_meta(tiny(kind))
     assert checkpoint.load(model, tiny(kind)) == 4 * model.spec.total
@@ -76,7 +78,7 @@ def test_all_bytes_of_the_file_are_read_once_and_ties_are_kept(tiny, kind):
         assert str(tiny(kind)) not in maps.read_text()  # which is unmapped again
 
 
-@pytest.mark.parametrize("kind", ["odd", "bias", "qwen3-tied"])
+@pytest.mark.parametrize("kind", ["odd", "bias", "qwen3-tied", "mixtral", "deepseek"])
 @pytest.mark.parametrize("p", [2, 7])
 def test_a_window_reads_its_own_slice_and_pads_with_zeros(tiny, kind, p):
     """Every matrix cut along one of its dims, every vector along its only one, into p parts of ⌈n/p⌉."""
@@ -105,7 +107,7 @@ def test_a_window_reads_its_own_slice_and_pads_with_zeros(tiny, kind, p):
     assert read == 2 * 4 * sum(tensor.numel() for tensor in whole.values())  # once for each way to cut, over all ranks
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-tied", "mixtral"])
 def test_a_sharded_index_is_read_like_one_file(tiny, tmp_path, kind):
     checkpoints.oracle(tiny(kind)).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -163,6 +165,20 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_changed(rewritten, cha
     with pytest.raises(ValueError, match=said):
         checkpoint.load(model, folder)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_modules_that_predict_further_tokens_are_left_in_the_folder(rewritten):
+    """DeepSeek stores its MTP modules as layers behind the last, which config.json counts."""
+    extra = {f"model.layers.2.{name}": torch.ones(3) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    folder = rewritten("deepseek", lambda tensors: tensors.update(extra))
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.2\.eh_proj"):
+        from_folder(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
+    model = from_folder(folder)
+    assert model.spec.mtp == 1
+    checkpoint.save(model, folder.with_name("again"))
+    assert ModelSpec.from_config(folder.with_name("again")).mtp == 0
 
 
 def cut_short(folder):
@@ -231,7 +247,15 @@ def test_a_cut_model_or_one_on_meta_or_one_without_a_name_there_is_not_saved(tin
     with pytest.raises(ValueError, match=r"norm\.weight is cut"):
         checkpoint.save(model, tmp_path / "x")
     sizes = dict(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=8)
-    for mixed in (dict(output_bias=True), dict(attention_bias=True, qk_norm=True), dict(mlp_bias=True, qk_norm=True)):
+    few, latent = dict(routed=4, active=2, ffn=8), Latent(kv_rank=4, rope_dim=2, nope_dim=2, value_dim=2)
+    theirs = dict(score="sigmoid", routing_bias=True, shared=1)
+    mixtures = [dict(experts=Experts(**few), attention_bias=True), dict(experts=Experts(**few, normalised=False)),
+                dict(experts=Experts(**few, first_dense=1)), dict(experts=Experts(**few, shared=1), qk_norm=True),
+                dict(experts=Experts(**few, scale=2.0), qk_norm=True), dict(latent=latent),
+                dict(experts=Experts(**few), latent=latent), dict(experts=Experts(**few, **theirs), mlp_bias=True,
+                                                                  latent=latent)]
+    for mixed in (dict(output_bias=True), dict(attention_bias=True, qk_norm=True), dict(mlp_bias=True, qk_norm=True),
+                  *mixtures):
         with pytest.raises(ValueError, match="no Hugging Face model type"):
             checkpoint.save(Transformer(ModelSpec(**sizes, **mixed)), tmp_path / "x")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Latent attention cut by heads against the plain twin, in float64, on every rank, with sequence parallelism and without.
+"""Latent attention cut by heads against the plain twin, in float64, on every rank, tokens cut too or not.
 
 What breaks first: the latents' gradients, to which each rank's heads give a part, and so those of all that leads down
 to them; the key that the heads share; with sequence parallelism what each rank computes for its own tokens only.
@@ -63,7 +63,7 @@ def test_few_tokens(pool, shape, mode):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("mode", [False, *MODES])
-@pytest.mark.parametrize("p", [3, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("p", [1, 3, pytest.param(4, marks=pytest.mark.more)])
 def test_blocks_computed_again(pool, p, mode, recompute):
     check(pool(p).run(compare, EVERYTHING, (), "adamw", 2, recompute, mode, shape=(2, 5)))
 

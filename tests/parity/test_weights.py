@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardlab.model import Transformer, checkpoint
 from shardlab.parallel import data, mesh, tensor, weights, zero
@@ -58,6 +59,19 @@ def test_every_cut_is_filled_from_a_folder_and_gathered_back(pool, tmp_path, kin
     assert all(abs(each - loss) < 1e-4 for _, _, each in ranks)
     if stage and tp == 1:  # over the data axis each number is read once; without ZeRO every rank reads all it holds
         assert sum(read for read, _, _ in ranks) == 4 * sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("dp,tp,stage", [(1, 2, 0), (1, 4, 0), (2, 2, 1), (2, 2, 3)])
+@pytest.mark.parametrize("kind", ["deepseek-dense", "deepseek", "mixtral"])
+def test_latent_attention_and_experts_too(pool, tiny, tmp_path, kind, dp, tp, stage):
+    """Mixtral's experts under Mixtral's names, which are not the model's; DeepSeek's bias, which is never trained."""
+    state = checkpoint.from_folder(tiny(kind)).state_dict()
+    ranks = pool(dp * tp).run(there_and_back, tiny(kind), tmp_path / "again", dp, tp, stage)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    theirs = load_file(tiny(kind) / "model.safetensors")
+    assert again.keys() == theirs.keys() and all(torch.equal(again[name], theirs[name]) for name in theirs)
+    for _, whole, _ in ranks:
+        assert whole.keys() == state.keys() and all(torch.equal(whole[name], state[name]) for name in state)
 
 
 def test_a_rank_reads_a_part_of_a_part(pool, tmp_path):

@@ -59,18 +59,20 @@ class LatentAttention(nn.Module):
         `run(core, *args)` calls the part that has no weights. `seed` is that of the heads' dropout; None drops nothing.
         """
         batch, _, seq, _ = cos.shape
+        nope, rope, value = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim
         q, latent, key = self.project(x, batch * seq)
-        key = self.turn(key.view(batch, 1, seq, -1), cos, sin)
+        key = self.turn(key.view(batch, 1, seq, rope), cos, sin)
         if cache is None:
             kv = self.up(latent, batch * seq)
         else:
-            latent, key = cache.append(self.whole(latent, batch * seq).view(batch, 1, seq, -1), key)
+            latent = self.whole(latent, batch * seq).view(batch, 1, seq, self.latent.kv_rank)
+            latent, key = cache.append(latent, key)
             kv = self.kv_b_proj(latent)
-        nope = self.latent.nope_dim
-        q = q.view(batch, seq, -1, nope + self.latent.rope_dim).transpose(1, 2)  # (batch, heads, seq, …)
-        kv = kv.view(batch, key.shape[2], -1, nope + self.latent.value_dim).transpose(1, 2)
+        heads, tokens = q.shape[-1] // (nope + rope), key.shape[2]
+        q = q.view(batch, seq, heads, nope + rope).transpose(1, 2)  # (batch, heads, seq, …)
+        kv = kv.view(batch, tokens, heads, nope + value).transpose(1, 2)
         y = run(self.core, q, kv, key, cos, sin)
-        return self.o_proj(self.dropout(y.transpose(1, 2).reshape(batch, seq, -1), seed))
+        return self.o_proj(self.dropout(y.transpose(1, 2).flatten(2), seed))
 
     def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
         """Of x, which has `tokens` tokens: queries (batch, seq, heads × (nope_dim + rope_dim)), the latent to be given
@@ -101,7 +103,7 @@ class LatentAttention(nn.Module):
         """x (batch, heads, seq, rope_dim), turned by its positions. Pairs that are neighbours come out half of rope_dim
         apart, of queries and keys alike, whose products stay what they are."""
         if self.latent.interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x = x.unflatten(-1, (self.latent.rope_dim // 2, 2)).transpose(-1, -2).flatten(-2)
         return rotate(x, cos, sin)
 
     def core(self, q: torch.Tensor, kv: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
