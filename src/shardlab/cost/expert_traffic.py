@@ -52,9 +52,10 @@ class ExpertAxis:
             yield Rows(sum(counts[me]), sum(sum(each[mine]) for each in counts), sum(counts[me][mine]))
 
     def start(self) -> Iterator[Collective]:
-        """Which model each rank has; copies of experts become those of the first rank that has them."""
+        """Which model and experts each rank has; copies become those of the first rank that has them."""
         yield from alike("ep", "all_gather", "start", "which model", [1], 8, self.layout.ep)
         if self.layout.expert_replicas > 1:
+            yield from alike("edp", "all_gather", "start", "which model", [1], 8, self.layout.expert_replicas)
             yield from alike("edp", "broadcast", "start", "experts", [each.numel for each in self.parameters],
                              self.dtype.bytes, self.layout.expert_replicas)
 
