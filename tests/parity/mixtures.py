@@ -85,15 +85,15 @@ def batch(step, padded=False, empty=False, parts=PARTS):
 
 
 @lru_cache(maxsize=32)
-def _reference(kind, optimizer, steps, dtype, rate, sizes):
+def _reference(kind, optimizer, steps, dtype, rate, parts, sizes):
     how = dict(KINDS[kind])
     drawn = {name: how.pop(name) for name in ("padded", "empty") if name in how}
     model = build(**how, dtype=dtype, **dict(sizes))
     optim, seen = OPTIMIZERS[optimizer](model.parameters()), []
     for step in range(steps):
-        parts, total, routed = batch(step, **drawn), 0.0, []
-        valid = valid_tokens(labels for _, labels, _ in parts)
-        for tokens, labels, real in parts:
+        drawn_now, total, routed = batch(step, parts=parts, **drawn), 0.0, []
+        valid = valid_tokens(labels for _, labels, _ in drawn_now)
+        for tokens, labels, real in drawn_now:
             loss = model.loss(tokens, labels, valid, routed, real)
             loss.backward()
             total += loss.detach()
@@ -107,9 +107,9 @@ def _reference(kind, optimizer, steps, dtype, rate, sizes):
     return seen, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def reference(kind, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, **sizes):
+def reference(kind, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, parts=PARTS, **sizes):
     """The plain model's training: of each step (loss, norm, gradients by name, loads, dropped); the last parameters."""
-    return _reference(kind, optimizer, steps, dtype, rate, tuple(sorted(sizes.items())))
+    return _reference(kind, optimizer, steps, dtype, rate, parts, tuple(sorted(sizes.items())))
 
 
 def cut(group, kind, axes=None, stage=0, orders=None, optimizer="sgd", **built):
@@ -159,7 +159,7 @@ def passes(twin, parts, valid, orders, routed):
     return total
 
 
-def compare(group, kind, expected, transport="backend", debug=False, rate=0.0, **how):
+def compare(group, kind, expected, transport="backend", debug=False, rate=0.0, parts=PARTS, **how):
     """Train the twin as the plain one was: the largest differences, the first gradients', and the names held here."""
     twin, optim, tokens = cut(group, kind, **how)
     steps, parameters = expected
@@ -168,21 +168,21 @@ def compare(group, kind, expected, transport="backend", debug=False, rate=0.0, *
     seen = []
     with comm.use(transport=transport, debug=debug):
         for step, (loss, norm, gradients, told, dropped) in enumerate(steps):
-            parts, routed = batch(step, **drawn), []
-            given = [each.clone() for part in parts for each in part]
-            valid = valid_tokens(labels for _, labels, _ in parts)
-            total = passes(twin, parts[tokens.rank() :: tokens.size()], valid, how.get("orders"), routed)
+            now, routed = batch(step, parts=parts, **drawn), []
+            given = [each.clone() for part in now for each in part]
+            valid = valid_tokens(labels for _, labels, _ in now)
+            total = passes(twin, now[tokens.rank() :: tokens.size()], valid, how.get("orders"), routed)
             comm.all_reduce(total, group=tokens)
             grads.finish(twin)
-            assert all(torch.equal(a, b) for a, b in zip(given, (x for part in parts for x in part), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(given, (x for part in now for x in part), strict=True))
             # ZeRO leaves slices of gradients, told by the norm and by what they do; experts' are whole
             mine = {name: p.grad for name, p in twin.named_parameters() if not how.get("stage") or p in left}
             seen.append({"loss": abs(loss - total.item()), "gradients": distance(gradients, mine)})
             seen[-1]["norm"] = abs(norm - grads.clip_grad_norm_(twin, CLIP).item()) / norm
             optim.step()
             optim.zero_grad()
-            now = balance.even(twin, routed, rate, tokens) if rate else balance.loads(twin, routed, tokens)
-            seen[-1]["loads"] = (now[0] - told).abs().max().item() + abs(now[1] - dropped)
+            load, lost = balance.even(twin, routed, rate, tokens) if rate else balance.loads(twin, routed, tokens)
+            seen[-1]["loads"] = (load - told).abs().max().item() + abs(lost - dropped)
     worst = {name: max(each[name] for each in seen) for name in seen[0]}
     with zero.gathered(twin):
         apart = distance(parameters, {name: p.detach() for name, p in twin.named_parameters()})
@@ -190,11 +190,12 @@ def compare(group, kind, expected, transport="backend", debug=False, rate=0.0, *
                     "names": [name for name, _ in twin.named_parameters()]}
 
 
-def parity(pool, kind, ranks=2, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, layers=3, **how):
-    """Assert that the twin, its experts cut, is the plain model, on every rank."""
-    expected = reference(kind, optimizer, steps, dtype, rate, layers=layers)
-    outcomes = pool(ranks).run(compare, kind, expected, rate=rate, optimizer=optimizer, dtype=dtype, layers=layers,
-                               **how)
+def parity(pool, kind, ranks=2, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, parts=PARTS, layers=3, **how):
+    """Assert that the twin, its experts cut, is the plain model, on every rank; returns what the plain one's steps came
+    to."""
+    expected = reference(kind, optimizer, steps, dtype, rate, parts, layers=layers)
+    outcomes = pool(ranks).run(compare, kind, expected, rate=rate, optimizer=optimizer, dtype=dtype, parts=parts,
+                               layers=layers, **how)
     for seen in outcomes:
         told = {name: value for name, value in seen.items() if name != "names"}
         assert seen["loads"] == 0, told

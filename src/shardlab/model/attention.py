@@ -46,7 +46,8 @@ class Attention(nn.Module):
         `run(core, *args)` calls the part that has no weights. `seed` is that of the heads' dropout; None drops nothing.
         """
         batch, _, seq, _ = cos.shape
-        q, k, v = (y.view(batch, seq, y.shape[-1] // self.head_dim, self.head_dim) for y in self.project(x, batch * seq))
+        q, k, v = (y.view(batch, seq, y.shape[-1] // self.head_dim, self.head_dim)
+                   for y in self.project(x, batch * seq))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (batch, heads, seq, head_dim)

@@ -6,8 +6,10 @@ Softmax over all experts, as in Mixtral (arXiv:2401.04088, §2.1), or a sigmoid 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -137,7 +139,7 @@ class Router(nn.Module):
     def capacity(self, tokens: int) -> int:
         """How many of a pass's choices an expert takes, of so many tokens."""
         assert self.rules.capacity is not None
-        return -int(-tokens * self.spec.active * self.rules.capacity // self.spec.routed)
+        return math.ceil(Fraction(str(self.rules.capacity)) * tokens * self.spec.active / self.spec.routed)
 
     def balance(self, scores: torch.Tensor, real: torch.Tensor, routing: Routing,
                 whole: Callable[[torch.Tensor], torch.Tensor] = lambda part: part) -> None:
