@@ -13,7 +13,7 @@ from shardlab.comm import ops
 from shardlab.model import Transformer
 from shardlab.model.dropout import Dropout, dropped
 from shardlab.parallel import grads, rng, tensor
-from shardlab.specs import ModelSpec
+from shardlab.specs import Latent, ModelSpec
 
 SIZES = EVERYTHING | dict(kv_heads=1)
 P = 0.3
@@ -56,8 +56,8 @@ def watched(cut, tokens, labels):
     return loss, drawn
 
 
-def compare(group, recompute, mode, heads=True, steps=2):
-    plain, cut = twins(SIZES, group, recompute=recompute, mode=mode, dropout=P)
+def compare(group, recompute, mode, heads=True, steps=2, sizes=SIZES):
+    plain, cut = twins(sizes, group, recompute=recompute, mode=mode, dropout=P)
     if not heads:  # the stream's alone, which without sequence parallelism is the same on all ranks
         for model in (plain, cut):
             for layer in model.layers:
@@ -89,6 +89,12 @@ def test_what_all_ranks_hold_is_dropped_as_the_plain_model_drops_it(pool, p, rec
 @pytest.mark.parametrize("p,recompute", [(2, None), (2, "full"), (3, "selective"), (4, "full")])
 def test_what_each_rank_holds_is_dropped_by_a_mask_of_its_own(pool, p, recompute, mode):
     assert max(pool(p).run(compare, recompute, mode)) < 1e-10
+
+
+@pytest.mark.parametrize("mode", [False, "keep"])
+def test_so_it_is_with_latent_attention(pool, mode):
+    latent = Latent(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=5)
+    assert max(pool(3).run(compare, "selective", mode, True, 2, dict(latent=latent))) < 1e-10
 
 
 def draws(group, replica, step, mode="keep"):

@@ -10,7 +10,7 @@ from twins import SIZES, batch, check, check_float32, compare, distances, twins
 
 from shardlab import comm
 from shardlab.model import KVCache
-from shardlab.parallel import grads
+from shardlab.parallel import deferred, grads
 from shardlab.specs import Latent, RopeScaling
 
 LATENT = dict(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=5, q_rank=14)
@@ -77,6 +77,23 @@ def test_frozen_weights_stay_frozen_and_the_rest_is_trained(pool, frozen, mode):
 @pytest.mark.parametrize("mode", [False, *MODES])
 def test_in_float32_through_shared_memory(pool, mode):
     check_float32(pool(4).run(compare, EVERYTHING, optimizer="adamw", mode=mode, dtype=torch.float32, transport="shm"))
+
+
+def put_off(group, mode, recompute):
+    plain, cut = twins(EVERYTHING, group, recompute=recompute, mode=mode)
+    tokens, labels = batch(101, shape=(2, 5))
+    plain.loss(tokens, labels).backward()
+    later = deferred.Deferred()
+    with deferred.deferring(later):
+        cut.loss(tokens, labels).backward()
+    later.compute()
+    grads.finish(cut)
+    return distances(plain, cut, lambda p: p.grad)
+
+
+@pytest.mark.parametrize("mode,recompute", [(False, None), ("keep", "selective"), ("again", "full")])
+def test_weight_gradients_may_be_put_off(pool, mode, recompute):
+    assert max(pool(2).run(put_off, mode, recompute)) < 1e-10
 
 
 def whole(group, sizes, mode):

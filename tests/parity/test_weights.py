@@ -67,6 +67,9 @@ def test_latent_attention_and_experts_too(pool, tiny, tmp_path, kind, dp, tp, st
     """Mixtral's experts under Mixtral's names, which are not the model's; DeepSeek's bias, which is never trained."""
     state = checkpoint.from_folder(tiny(kind)).state_dict()
     ranks = pool(dp * tp).run(there_and_back, tiny(kind), tmp_path / "again", dp, tp, stage)
+    tokens = torch.arange(12).view(2, 6)
+    loss = checkpoint.from_folder(tiny(kind)).loss(tokens, tokens + 1).item()
+    assert all(abs(each - loss) < 1e-4 for _, _, each in ranks)
     again = load_file(tmp_path / "again" / "model.safetensors")
     theirs = load_file(tiny(kind) / "model.safetensors")
     assert again.keys() == theirs.keys() and all(torch.equal(again[name], theirs[name]) for name in theirs)
