@@ -5,6 +5,7 @@ from .bill import Bill, Row
 from .collective import Collective
 from .comm import algbw, busbw, crossover, fastest, hops, message_count, serial_bytes, wire
 from .comm import seconds as collective_seconds
+from .dispatch import Dispatch, dispatch
 from .files import checkpoint
 from .fit import Fit, fit
 from .korthikanti import korthikanti, selective_flops

@@ -49,7 +49,7 @@ def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: 
     if spec.compressed:
         return sum(layers * (tokens // ratio) * _entry(ratio) for ratio, layers in spec.compressed.ratios)
     kept = min(tokens, spec.window or 0) * spec.windowed_layers
-    return int(_growth(spec, layout, dtype) * tokens) + kept * _heads(spec, layout, _width(dtype))
+    return int(_growth(spec, layout, dtype) * tokens) + kept * _heads(spec, layout, width_of(dtype))
 
 
 def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16"
@@ -63,7 +63,7 @@ def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | 
 
 def _growth(spec: ModelSpec, layout: Layout, dtype: str) -> int | float:
     """Bytes of a token in all layers, of a rank that has it."""
-    width = _width(dtype)
+    width = width_of(dtype)
     if spec.compressed:
         return sum(layers / ratio * _entry(ratio) for ratio, layers in spec.compressed.ratios)
     if spec.latent:
@@ -89,7 +89,8 @@ def _entry(ratio: int) -> int:
     return 448 + 64 * 2 + 8 + indexer
 
 
-def _width(dtype: str) -> int:
+def width_of(dtype: str) -> int:
+    """Bytes of a number in a plain dtype, or in "fp8"."""
     try:
         return 1 if dtype == "fp8" else dtype_of(dtype).bytes
     except ValueError as error:
