@@ -11,6 +11,8 @@ from shardlab.parallel import context, data, grads, mesh, pipeline, ring, tensor
 from shardlab.parallel.loss import valid_tokens
 from shardlab.parallel.zigzag import join, share
 from shardlab.specs import Experts, ModelSpec
+from shardlab.train import Batches, loop
+from shardlab.train import text as manual
 
 SIZES = dict(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=22, vocab=53, tied=True)
 EXPERTS = Experts(routed=4, active=2, ffn=6)
@@ -223,6 +225,36 @@ def test_x7_labels_of_a_sequence_count_once(pool, stage):
         assert mean == pytest.approx(plain.loss(*parts[rank // 2]).item(), abs=1e-12) and counted == valid
         assert "over 4 ranks, 2 of which share a sequence" in text and "loss.valid_tokens([labels], dp)" in text
         assert norm == pytest.approx(grads.norm(plain).item(), abs=1e-12)
+
+
+def trained(group, cp):
+    """Two steps of the loop: (loss, norm, labels) each, and the weights' sum."""
+    axes, together = mesh.build(dp=4 // cp, cp=cp), mesh.build(data=4).get_group("data")
+    model = context.cut(model_of(vocab=256), axes.get_group("cp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.shard(model, optimizer, together, 1)
+    batches = Batches(manual()[:200], seq=7, batch=4, accumulation=2)
+    done = loop.train(model, optimizer, batches, range(2), together, progress=False)
+    weights = sum(p.detach().sum().item() for p in model.parameters())
+    return [value for step in done for value in (step.loss, step.norm, step.tokens)], weights
+
+
+def test_x7_the_loop_counts_labels_of_a_shared_sequence_once(pool):
+    """However the ranks share a batch, steps come to the same."""
+    one = pool(4).run(trained, 1)[0]
+    for cp in (2, 4):
+        for seen in pool(4).run(trained, cp):
+            assert seen[0] == pytest.approx(one[0], rel=1e-10) and seen[1] == pytest.approx(one[1], rel=1e-10)
+
+
+def crossed(group):
+    axes, together = mesh.build(cp=2, dp=2), mesh.build(data=4).get_group("data")
+    model = data.replicate(context.cut(model_of(), axes.get_group("cp")), together)
+    return said(ValueError, loop.train, model, torch.optim.SGD(model.parameters()), None, (), together)
+
+
+def test_x7_the_loop_knows_which_ranks_share_a_sequence(pool):
+    assert all("ranks [0, 2] share a sequence" in text for text in pool(4).run(crossed)[::2])
 
 
 def others(group, what):

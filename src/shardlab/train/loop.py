@@ -46,18 +46,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
 
     Every rank calls it. `data` is the group that the model is replicated or sharded over, None if it is not.
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
-    `Batches`, or a function. `orders` is the schedule that a model cut over a pipeline runs, for as many of them. The
-    first rank shows the progress. With a `bias_rate`, about 0.001, each step moves the experts' biases towards even
-    loads: see `balance.even`. Raises ValueError where the model's data axis is another than `data`, where the
-    optimizer lacks a trained parameter or has one of another model, on a schedule without backward, on a step without
-    labels, and as `execute.run` and `balance.even` do.
+    `Batches`, or a function. Ranks that share a sequence, neighbours on that axis, have one coordinate. `orders` is the
+    schedule that a model cut over a pipeline runs, for as many of them. The first rank shows the progress. With a
+    `bias_rate`, about 0.001, each step moves the experts' biases towards even loads: see `balance.even`. Raises
+    ValueError where the model's data axis is another than `data`, where the optimizer lacks a trained parameter or has
+    one of another model, on a schedule without backward, on a step without labels, and as `execute.run` and
+    `balance.even` do.
     """
     _check(model, optimizer, data)
     if bias_rate is not None:
         balance.check(cast(Transformer, model), bias_rate)
     if orders is not None and not execute.backward(orders):
         raise ValueError("this schedule has no backward passes, and would train nothing: forward_only is to evaluate")
-    coordinate, size = (0, 1) if data is None else (data.rank(), data.size())
+    coordinate, size = (0, 1) if data is None else (x // _sharers(model) for x in (data.rank(), data.size()))
     model.train()
     shows = progress and not (dist.is_initialized() and dist.get_rank())
     done = []
@@ -80,7 +81,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mic
 
     Tokens after a sequence's last label are no part of it: they are padding to experts, which they are not sent to.
     """
-    valid = valid_tokens((labels for _, labels in parts), data)
+    valid = valid_tokens((labels for _, labels in parts), data) // _sharers(model)  # which have the same labels
     if not valid:
         raise ValueError("no token of this step has a label: every label is -100, on all ranks")
     routed: list[Routing] = []
@@ -114,6 +115,12 @@ def _there(labels: torch.Tensor) -> torch.Tensor:
     return (labels != IGNORED).flip(-1).cumsum(-1).flip(-1) > 0
 
 
+def _sharers(model: nn.Module) -> int:
+    """How many ranks share a sequence."""
+    context = getattr(model, "context", None)
+    return 1 if context is None else context.group.size()
+
+
 def _accumulated(model: nn.Module, parts: Sequence[MicroBatch], valid: int, routed: list[Routing],
                  real: Sequence[torch.Tensor] | None) -> torch.Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
@@ -136,6 +143,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, data: dist.Proces
     if theirs != ours:
         raise ValueError(f"the model's gradients are summed over ranks {theirs}, and data is ranks {ours}: replicate "
                          "or shard the model over the group that you give as data, which is None for a plain model")
+    if theirs and (context := getattr(model, "context", None)) is not None:
+        p, sharers = context.group.size(), dist.get_process_group_ranks(context.group)
+        if data is not None and theirs[data.rank() // p * p :][:p] != sharers:
+            raise ValueError(f"ranks {sharers} share a sequence, and are no neighbours on the data axis, ranks "
+                             f"{theirs}: take the axes of mesh.build(dp=…, cp={p}) and of mesh.build(data=…)")
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in held]
     if missing and not (reducer and reducer.shards):  # ZeRO has seen to that, and put slices in their place
