@@ -7,6 +7,7 @@ unevenly the tokens are spread. A mean of the ranks' means would be another numb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from inspect import signature
 
@@ -53,21 +54,31 @@ def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     Raises ValueError, on all ranks, where their models differ in names, shapes, dtypes or in what is frozen.
     """
-    first, *others = dist.get_process_group_ranks(group)
+    first = dist.get_process_group_ranks(group)[0]
     spread = grads.spread(model)
     held = [(name, each) for name, each in model.named_parameters() if each not in spread] + [*model.named_buffers()]
-    kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
-    told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
-            int.from_bytes(blake2b(repr(kinds).encode(), digest_size=8).digest(), "little", signed=True)]
+    experts = [(name, each) for name, each in model.named_parameters() if each in spread]
+    replicas = {each.partial for each in grads.marks(model).values() if each.spread and each.partial is not None}
     with phase("start"):
-        ours, *theirs = ops.all_gather(torch.tensor([told]), group).tolist()
-        for rank, other in zip(others, theirs, strict=True):
-            if other != ours:
-                raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes or in "
-                                 f"what is frozen: {_described(other)}, not {_described(ours)}; build the same on all")
+        _same(held, group)
+        for those in replicas:
+            _same(experts, those)
         for _, tensor in held:
             if not tensor.is_meta:
                 ops.broadcast(tensor.detach(), first, group)
+
+
+def _same(held: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raise ValueError, on all ranks, where they hold other tensors."""
+    first, *others = dist.get_process_group_ranks(group)
+    kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
+    told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
+            int.from_bytes(blake2b(repr(kinds).encode(), digest_size=8).digest(), "little", signed=True)]
+    ours, *theirs = ops.all_gather(torch.tensor([told]), group).tolist()
+    for rank, other in zip(others, theirs, strict=True):
+        if other != ours:
+            raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes or in what is "
+                             f"frozen: {_described(other)}, not {_described(ours)}; build the same on all")
 
 
 def _described(told: list[int]) -> str:
