@@ -33,8 +33,8 @@ def batch(dp, step, seq, vocab=53):
     return tokens, labels.where(kept, -100)
 
 
-def twins(group, dp=1, tp=1, stage=0, optimizer="adamw", mode=False, spread=False, recompute=None, frozen=FROZEN,
-          dtype=torch.float64, **sizes):
+def twins(group, dp=1, tp=1, stage=0, optimizer="adamw", mode=False, etp=None, spread=False, recompute=None,
+          frozen=FROZEN, dtype=torch.float64, **sizes):
     """((plain model, its optimizer), (its twin, its own), the axes): ranks but the first replica's begin from others.
 
     `spread`: the experts of the twin are cut over the data axis."""
@@ -44,7 +44,7 @@ def twins(group, dp=1, tp=1, stage=0, optimizer="adamw", mode=False, spread=Fals
     if spread:  # which the data axis does not make equal
         twin.load_state_dict(plain.state_dict())
         expert.cut(twin, all_data)
-    context.cut(tensor.cut(twin, of_layers, mode), cp)
+    context.cut(tensor.cut(twin, of_layers, mode, etp), cp)
     optimizers = [OPTIMIZERS[optimizer](model) for model in (plain, twin)]
     return (plain, optimizers[0]), (cut(twin, optimizers[1], all_data, stage), optimizers[1]), groups
 

@@ -50,6 +50,11 @@ def test_latents_with_a_tensor_axis(pool):
     check(pool(4).run(compare, tp=2, mode="keep", steps=2, **KINDS["latent"]))
 
 
+@pytest.mark.parametrize("etp", [2, 1])
+def test_experts_with_a_tensor_axis(pool, etp):
+    check(pool(4).run(compare, tp=2, etp=etp, steps=2, **KINDS["experts"]))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_a_data_axis(pool, stage):
     check(pool(4).run(compare, dp=2, stage=stage, steps=3))

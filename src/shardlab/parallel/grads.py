@@ -8,7 +8,7 @@ left is noted by the cuts, parameter by parameter (`mark`), and by the data axis
 | different parts of a parameter                | cut        | nothing            | adds their squares           |
 | the same, and each has a part of its gradient | partial    | sums the gradients | counts it once               |
 | the same, and the same gradient               |            | nothing            | counts it once               |
-| one model each, for different data            | a reducer  | sums the gradients | once, or adds shards' squares |
+| one model each, for different tokens          | a reducer  | sums the gradients | once, or adds shards' squares |
 | different layers                              | a pipeline | nothing            | adds their squares           |
 | different experts, for data of them all       | spread     | nothing, but sums  | adds their squares           |
 |                                               |            | over their copies  |                              |

@@ -11,8 +11,9 @@ which is exact, and no rank ever has more than two ranks' keys. With p ranks, a 
     forward     (p − 1) × its k and v
     backward    (p − 1) × its k and v, once more, and (p − 1) × their gradients, in float32 at least
 
-KV heads are sent as they are, not once for each query head that reads them. The gradients follow their keys, one step
-behind, each rank adding its own, and the last hands them home.
+KV heads are sent as they are, not once for each query head that reads them; latent attention's are those of all heads,
+projected up, and many times the latent. The gradients follow their keys, one step behind, each rank adding its own, and
+the last hands them home.
 
 Of a causal block that comes from rank j, rank r needs (chunks of `zigzag`, c tokens each):
 
