@@ -6,6 +6,7 @@ import facts_caches
 import facts_collectives
 import facts_cutting
 import facts_data
+import facts_experts
 import facts_hardware
 import facts_pipeline
 import facts_replicas
@@ -15,7 +16,7 @@ import pytest
 from facts import ROWS
 
 PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data,
-         facts_replicas, facts_pipeline)
+         facts_replicas, facts_pipeline, facts_experts)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 

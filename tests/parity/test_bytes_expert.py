@@ -21,11 +21,12 @@ SOFTMAX = Experts(routed=6, active=2, ffn=10)
 SIGMOID = Experts(routed=12, active=3, ffn=6, shared=1, first_dense=1, routing_bias=True, score="sigmoid", groups=3,
                   top_groups=2)
 BUCKET = 4_000
+DROPLESS = Rules()
 LAYOUTS = [Layout(dp=2, ep=2), Layout(dp=3, ep=3), Layout(dp=4, ep=2), Layout(dp=4, ep=1), Layout(cp=2, ep=2),
            Layout(dp=2, cp=2, ep=2)]
 
 
-def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1, rules=Rules(), use=None):
+def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1, rules=DROPLESS, use=None):
     """A step recorded; what the routers chose; the bytes held after it. Each replica has tokens of its own."""
     ep, copies = layout.ep, layout.expert_replicas
     world = layout.world_size
@@ -68,7 +69,7 @@ def size(tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1, rules=Rules(), use=None):
+def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1, rules=DROPLESS, use=None):
     ranks = pool(layout.world_size).run(step, spec, layout, dtype, frozen, recompute, passes, rules, use)
     routed = [counts for _, counts, *_ in ranks]
     bills = [traffic(spec, layout, 2, 7, dtype, recompute=recompute, accumulate=passes, frozen=frozen, rank=rank,

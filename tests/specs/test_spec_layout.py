@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.cost import memory, traffic
-from shardlab.specs import Layout, ModelSpec, dtype_of, find_model
+from shardlab.specs import Experts, Layout, ModelSpec, dtype_of, find_model
 
 
 def spec(heads, kv_heads):
@@ -88,3 +88,54 @@ def test_the_world_is_data_times_tensor():
 def test_what_has_nothing_to_share_among_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         Layout(**keys)
+
+
+def mixture(routed, **sizes):
+    return ModelSpec(name="some", hidden=64, layers=2, heads=8, kv_heads=8, head_dim=16, ffn=96, vocab=101,
+                     experts=Experts(routed=routed, active=2, ffn=32), **sizes)
+
+
+def test_experts_lie_over_ranks_that_are_there_already():
+    v3 = find_model("deepseek-v3")
+    training, decode = Layout(dp=128, ep=64), Layout(4, dp=80, ep=320, etp=1)
+    training.check(v3)
+    decode.check(v3, redundant=64)
+    assert (training.world_size, training.expert_replicas) == (128, 2)
+    assert (decode.world_size, decode.expert_replicas) == (320, 1)
+    assert Layout(2, dp=2, cp=3).world_size == 12
+    assert (Layout(2, dp=2, cp=3, zero=1).data_ranks, Layout(cp=2, zero=1).data_ranks) == (6, 2)
+    layouts = [Layout(4, dp=2, **keys) for keys in (dict(ep=2), dict(ep=2, etp=1), dict(etp=1), dict(etp=4))]
+    assert [layout.expert_tp for layout in layouts] == [4, 1, 1, 4]
+    assert [layout.expert_replicas for layout in layouts] == [1, 4, 8, 2]
+    assert [Layout(4, **keys).spreads for keys in (dict(), dict(etp=4), dict(etp=1), dict(dp=2, ep=2))] == [
+        False, False, True, True]
+    assert Layout(2, dp=4, cp=3, ep=2, etp=1, zero=1).degrees == "dp = 4, cp = 3, tp = 2, ep = 2, etp = 1, ZeRO-1"
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(cp=0), "cp must be a whole number of at least 1, not 0"),
+    (dict(ep=True), "ep must be a whole number of at least 1, not True"),
+    (dict(etp=0), "etp must be a whole number of at least 1, not 0"),
+    (dict(tp=4, etp=2), "etp = 2: an expert is cut as the layers are, etp = tp = 4, or is whole on a rank, etp = 1"),
+    (dict(dp=2, cp=3, tp=2, ep=4), r"ep = 4 does not divide dp · cp = 6 ranks, .*: ep can be 1, 2, 3, 6$"),
+    (dict(dp=3, tp=2, ep=4, etp=1), r"ep = 4 does not divide dp · cp · tp = 6 ranks, .*: ep can be 1, 2, 3, 6$"),
+    (dict(zero=1), "zero = 1 shares out over .* dp = 1 is a single one"),
+])
+def test_experts_that_ranks_dont_share_out_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(**keys)
+
+
+def test_a_models_experts_are_shared_out_equally():
+    Layout(dp=6, ep=3).check(mixture(6))
+    with pytest.raises(ValueError, match=r"ep = 2 does not share out the 7 experts of some .* 2 ranks ep can be 1$"):
+        Layout(dp=2, ep=2).check(mixture(7))
+    with pytest.raises(ValueError, match=r"ep = 4 .* the 6 experts of some .* 12 ranks ep can be 1, 2, 3, 6$"):
+        Layout(dp=12, ep=4).check(mixture(6))
+    with pytest.raises(ValueError, match=r"ep = 4 .* 6 experts and 1 redundant ones of .* ep can be 1$"):
+        Layout(dp=4, ep=4).check(mixture(6), redundant=1)
+    Layout(dp=4, ep=4).check(mixture(6), redundant=2)
+    for keys, redundant, named in ((dict(dp=2, ep=2), 0, "ep = 2, etp = 1"), (dict(tp=2, etp=1), 0, "ep = 1, etp = 1"),
+                                   (dict(), 3, "redundant = 3")):
+        with pytest.raises(ValueError, match=f"{named}: some has no experts; leave it out"):
+            Layout(**keys).check(spec(8, 8), redundant)

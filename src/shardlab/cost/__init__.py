@@ -29,15 +29,16 @@ from .time import (
     utilisation,
 )
 from .timeline import Timeline, Times, idle_by_formula, timeline
-from .traffic import TrafficBill, traffic
+from .traffic import TrafficBill, heads_traffic, traffic
 from .train_rungs import Train
 from .training import training
 from .transfers import seconds as transfer_seconds
 
-__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Fit", "MemoryBill", "Message", "Part", "PipelineBill",
-           "Plan", "Roofline", "Row", "Serve", "Step", "Timeline", "Times", "TrafficBill", "Train", "activations",
-           "algbw", "bound", "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor",
-           "fastest", "fit", "forward_flops", "forward_peak", "hops", "idle_by_formula", "korthikanti", "kv_cache",
-           "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline", "prefill_floor",
-           "requests_that_fit", "selective_flops", "serial_bytes", "serving", "timeline", "traffic", "training",
-           "training_flops", "transfer_seconds", "utilisation", "weight_versions", "wire"]
+__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Dispatch", "Fit", "MemoryBill", "Message", "Part",
+           "PipelineBill", "Plan", "Roofline", "Row", "Serve", "Step", "Timeline", "Times", "TrafficBill", "Train",
+           "activations", "algbw", "bound", "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover",
+           "decode_floor", "dispatch", "fastest", "fit", "forward_flops", "forward_peak", "heads_traffic", "hops",
+           "idle_by_formula", "korthikanti", "kv_cache", "kv_per_token", "ladder", "matmul", "memory", "message_count",
+           "messages", "pipeline", "prefill_floor", "requests_that_fit", "selective_flops", "serial_bytes", "serving",
+           "timeline", "traffic", "training", "training_flops", "transfer_seconds", "utilisation", "weight_versions",
+           "wire"]

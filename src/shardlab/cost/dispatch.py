@@ -126,8 +126,8 @@ class Dispatch(Bill):
 
     @property
     def title(self) -> str:
-        return (f"{self.spec.name}, {self.layout.degrees}, {self.tokens:,} tokens a rank: to experts and back, a layer, "
-                f"on {self.ranks} ranks of {self.nodes} node{'s' * (self.nodes > 1)}")
+        return (f"{self.spec.name}, {self.layout.degrees}, {self.tokens:,} tokens a rank: to experts and back, a "
+                f"layer, on {self.ranks} ranks of {self.nodes} node{'s' * (self.nodes > 1)}")
 
     @property
     def rows(self) -> list[Row]:

@@ -151,6 +151,22 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
     return TrafficBill(spec, layout, batch, seq, kept, tuple(merged(calls)), recompute, passes)
 
 
+def heads_traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = "fp32", backward: bool = True
+                  ) -> TrafficBill:
+    """What the context axis would send for attention that is cut by heads and not in a ring (Ulysses, arXiv:2309.14509,
+    §3.1): four all-to-alls a layer each way. A formula with no run behind it; for the ring, take the calls of the axis
+    "cp" of `traffic`. Raises ValueError where the ranks don't share out the heads, on windowed and on compressed
+    attention, and as `traffic` does."""
+    layout, kept = layout_of(layout), dtype_of(dtype)
+    layout.check(spec)
+    if spec.beyond_plain:
+        raise ValueError(f"{spec.name} has {spec.beyond_plain}: the traffic of the plain model alone is known")
+    axis = ContextAxis(spec, parameters_of(spec, layout), layout, whole("batch", batch), whole("seq", seq), kept)
+    axis.check_heads()
+    calls = [*axis.heads("forward"), *(axis.heads("backward") if flag("backward", backward) else ())]
+    return TrafficBill(spec, layout, batch, seq, kept, tuple(calls if layout.cp > 1 else ()))
+
+
 def _check_known(spec: ModelSpec, layout: Layout, loop: bool) -> None:
     other = spec.beyond_llama if layout.tp > 1 else spec.beyond_plain
     if other:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from .check import whole
 
-
 ENOUGH = 1.001  # the heaviest over the mean from which swapping stops
 
 
