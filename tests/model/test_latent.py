@@ -37,10 +37,10 @@ def test_the_cache_holds_a_latent_and_a_key_a_token_and_a_prompt_may_come_in_par
 
 
 def test_the_cache_keeps_no_gradients():
-    for frozen in ("kv_a_proj_with_mqa", "kv_a_layernorm"):
+    for name in ("kv_a_proj_with_mqa", "kv_a_layernorm"):
         trained = model()
         trained.requires_grad_(False)
-        trained.layers[0].self_attn.get_submodule(frozen).requires_grad_()
+        trained.layers[-1].self_attn.get_submodule(name).requires_grad_()
         with pytest.raises(ValueError, match="no gradients"):
             trained(checkpoints.prompt(37, seq=4), cache=KVCache(3, 4))
 
