@@ -5,7 +5,8 @@ heads give the latents back is a part of a sum, and the all-reduces of backward 
 the stream's. The cache holds as much on every rank as on one.
 
 With sequence parallelism each rank computes the latents of its own tokens, and they are gathered in the stream's place:
-fewer bytes, by DeepSeek-V3's sizes 1,536 + 512 + 64 numbers a token for 7,168.
+fewer bytes, by DeepSeek-V3's sizes 1,536 + 512 + 64 numbers a token for 7,168. Queries that have no latent need the
+stream all the same.
 """
 
 from __future__ import annotations
