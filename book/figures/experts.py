@@ -148,7 +148,8 @@ def zipf(exponent: float) -> list[float]:
 def load() -> Picture:
     """What each of 64 ranks has to do: experts in their order, and with as many copies as ranks."""
     loads, ranks = zipf(0.5), 64
-    cases = {"four experts a rank": plain(V3.routed, ranks), "five slots a rank": place(loads, ranks, V3.routed + ranks)}
+    cases = {"four experts a rank": plain(V3.routed, ranks),
+             "five slots a rank": place(loads, ranks, V3.routed + ranks)}
     figure = Picture(figsize=(6.4, 4.6), layout="constrained")
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, (title, placed) in zip(panels, cases.items(), strict=True):
