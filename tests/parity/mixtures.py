@@ -43,6 +43,7 @@ KINDS = {
     "empty": dict(experts=DEEPSEEK, rules=dict(balance=0.3), empty=True),
     "some frozen": dict(experts=MIXTRAL, frozen=tuple(f"layers.{i}.mlp.experts.{e}." for i in range(3)
                                                       for e in range(4))),
+    "late": dict(experts=MIXTRAL | dict(first_dense=3), rules=dict(balance=0.3)),
     "only experts": dict(experts=MIXTRAL | dict(shared=1), only="mlp.experts."),
     "only the last": dict(experts=MIXTRAL, only="mlp.experts.7."),
 }
@@ -117,14 +118,12 @@ def cut(group, kind, axes=None, stage=0, orders=None, optimizer="sgd", **built):
     ranks: by default experts on each rank of the group."""
     how = {name: each for name, each in KINDS[kind].items() if name not in ("padded", "empty")}
     twin = build(**(how | built))
-    for name, parameter in twin.named_parameters():  # ranks begin with other weights, experts' apart
-        parameter.data += 0.5 if group.rank() and "mlp.experts." not in name else 0.0
     axes = axes or {"ep": group.size()}
     of = {name: mesh.build(**axes).get_group(name) for name in axes}
     tokens = group if orders is None else mesh.build(pp=axes["pp"], dp=group.size() // axes["pp"]).get_group("dp")
-    if "edp" in of and of["edp"].rank():
-        for name, parameter in twin.named_parameters():
-            parameter.data += 0.5 if "mlp.experts." in name else 0.0
+    for name, parameter in twin.named_parameters():  # ranks begin with other weights than the first of their group
+        first = of.get("edp") if "mlp.experts." in name else tokens
+        parameter.data += 0.0 if first is None or first.rank() == 0 else 0.5
     expert.cut(twin, of["ep"], of.get("edp"))
     if orders is not None:
         pipeline.cut(twin, of["pp"], orders)
@@ -190,12 +189,13 @@ def compare(group, kind, expected, transport="backend", debug=False, rate=0.0, p
                     "names": [name for name, _ in twin.named_parameters()]}
 
 
-def parity(pool, kind, ranks=2, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, parts=PARTS, layers=3, **how):
+def parity(pool, kind, ranks=2, optimizer="sgd", steps=5, dtype=torch.float64, rate=0.0, parts=PARTS, layers=3,
+           tied=True, **how):
     """Assert that the twin, its experts cut, is the plain model, on every rank; returns what the plain one's steps came
     to."""
-    expected = reference(kind, optimizer, steps, dtype, rate, parts, layers=layers)
+    expected = reference(kind, optimizer, steps, dtype, rate, parts, layers=layers, tied=tied)
     outcomes = pool(ranks).run(compare, kind, expected, rate=rate, optimizer=optimizer, dtype=dtype, parts=parts,
-                               layers=layers, **how)
+                               layers=layers, tied=tied, **how)
     for seen in outcomes:
         told = {name: value for name, value in seen.items() if name != "names"}
         assert seen["loads"] == 0, told

@@ -5,7 +5,7 @@ import torch
 from mixtures import KINDS, parity
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "late"])  # which is for deeper models
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cut_experts_are_the_plain_ones(pool, ranks, kind):
     """FAULTS E1, E3, E4: and the same on 1, 2 and 4 ranks, for one plain training is the measure of all."""

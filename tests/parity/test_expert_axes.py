@@ -39,3 +39,13 @@ def test_experts_in_a_pipeline(pool, name, kind):
     """Each stage adds the load-balance loss of its own layers."""
     m = 4 if name == "dualpipe_v" else 2
     parity(pool, kind, 4, "adamw", axes=PP, orders=SCHEDULES[name](2, m), parts=2 * m, steps=2, layers=5)
+
+
+@pytest.mark.parametrize("kind,axes,how", [
+    ("deepseek", dict(pp=2, ep=1), {}), ("balanced", dict(pp=2, ep=1), dict(recompute="full")),
+    ("only the last", PP, {}), ("empty", PP, dict(recompute="full")), ("late", PP, dict(stage=1, tied=False)),
+    ("late", dict(pp=2, edp=2, ep=1), {}),
+], ids=str)
+def test_stages_of_which_some_have_no_experts_or_nothing_to_train(pool, kind, axes, how):
+    ranks = axes["pp"] * axes.get("edp", 1) * axes["ep"]
+    parity(pool, kind, ranks, axes=axes, orders=SCHEDULES["zero_bubble"](2, 8 // ranks), steps=2, layers=5, **how)

@@ -153,12 +153,15 @@ def _listed(model: Transformer, experts: dist.ProcessGroup | None, layers: dist.
                     known.names[:] = names
     if experts is None and layers is None:
         return list(found.values())
-    inside = {tensor.name: i for i, tensor in enumerate(model.spec.tensors())}
+    first: dict[str, int] = {}  # where a layer's experts begin
+    for i, name in enumerate(found):
+        first.setdefault(name.partition(".experts.")[0], i)
 
-    def place(entry: _Entry) -> tuple[float, int]:
+    def place(entry: _Entry) -> tuple[float, int, int]:
         kind, number, *_ = entry.names[0].split(".")
         layer = int(number) if kind == "layers" else -1 if kind == "embed_tokens" else math.inf
-        return layer, inside.get(entry.names[0], len(inside))
+        before, _, of_expert = entry.names[0].partition(".experts.")
+        return layer, first[before], int(of_expert.partition(".")[0] or 0)
 
     return sorted(found.values(), key=place)
 

@@ -113,7 +113,7 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     numbers = iter(range(len(parameters)))
     groups = [packed | {"params": [next(numbers) for _ in group]}
               for packed, group in zip(out["param_groups"], reducer.order, strict=True)]
-    return {"state": {i: state[each] for i, each in enumerate(parameters) if state[each]}, "param_groups": groups}
+    return {"state": {i: state[each] for i, each in enumerate(parameters) if state.get(each)}, "param_groups": groups}
 
 
 @torch.no_grad()
