@@ -1,9 +1,10 @@
 """Context parallelism: the sequence cut over ranks, through all layers, for what one rank can't hold of it.
 
 Most of a layer looks at one token at a time, and a rank does it for its own tokens with the whole weights. Attention
-alone looks at others, and goes round in a ring (see `ring`). Every rank is given the whole batch and takes its tokens
-of it, in `zigzag` order, padded to a multiple of 2p: tokens, labels, positions and what says which tokens are there.
-Padding has no label, goes to no expert, and comes after all tokens, so that none attends to it.
+alone looks at others, and goes round in a ring (see `ring`). Every rank is given the same whole batch (in debug mode
+they check that it is) and takes its tokens of it, in `zigzag` order, padded to a multiple of 2p: tokens, labels,
+positions and what says which tokens are there. Padding has no label, goes to no expert, and comes after all tokens, so
+that none attends to it.
 
 Weights are the same on all ranks, and each has a part of their gradients, of its own tokens: ranks of the context are
 ranks of the data axis too, which sums them. With dp replicas of cp ranks,
@@ -128,7 +129,8 @@ class CutTransformer(Transformer):
         """
         if tokens.shape != labels.shape:
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
-        group, chosen = self.context.group, list[Routing]()
+        group = self.context.group
+        chosen: list[Routing] = []
         _same(labels, group)
         reducer = getattr(self, "reducer", None)
         if valid is None and torch.is_grad_enabled() and reducer is not None and reducer.group.size() > group.size():
