@@ -81,10 +81,11 @@ def test_the_bill_says_what_is_copied():
 @pytest.mark.parametrize("layout", [Layout(dp=4, ep=2), Layout(cp=2, dp=2, ep=2), Layout(2, dp=4, ep=4, etp=1),
                                     Layout(2, dp=4, ep=4), Layout(dp=4, ep=4)], ids=lambda layout: layout.degrees)
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_zero_shares_experts_over_their_copies_and_the_rest_over_the_data_axis(layout, zero):
+def test_zero_may_share_experts_over_their_copies_and_the_rest_over_the_data_axis(layout, zero):
     """In all, the states of each number are held once a tensor rank that has it; padding is not stepped."""
     layout = Layout(layout.tp, dp=layout.dp, cp=layout.cp, ep=layout.ep, etp=layout.etp, zero=zero)
-    bills = [memory(SPEC, layout, training=True, rank=rank) for rank in range(layout.world_size)]
+    keys = dict(training=True, share_experts=True)
+    bills = [memory(SPEC, layout, rank=rank, **keys) for rank in range(layout.world_size)]
     one = parameters_of(SPEC, layout)
     others, experts = (sum(each.numel for each in some if each.trained) for some in one.apart())
     copies, data = layout.expert_replicas, layout.data_ranks
@@ -93,19 +94,22 @@ def test_zero_shares_experts_over_their_copies_and_the_rest_over_the_data_axis(l
     for bill in bills:
         exact = others / data + experts / copies
         assert abs(bill.share.stepped - exact) < data * len(one)
-    most = memory(SPEC, layout, training=True)
+    most = memory(SPEC, layout, **keys)
     assert most.held == max(bill.held for bill in bills) and most.held == bills[most.rank].held
 
 
 def test_v3s_training_layout():
     """arXiv:2412.19437, §3.2: EP64 in DP128, ZeRO-1. Of each layer a rank has 4 of 256 experts, twice in all."""
-    bill = memory(V3, Layout(dp=128, ep=64, zero=1), "bf16", training=True, master="fp32")
+    layout, keys = Layout(dp=128, ep=64, zero=1), dict(training=True, master="fp32")
+    bill = memory(V3, layout, "bf16", share_experts=True, **keys)
     experts = V3.parameters["experts"]
     others = V3.total - experts
     assert bill.weights == 2 * (others + experts // 64)
     trained = others - 58 * 256
     assert bill.master_weights == pytest.approx(4 * (trained / 128 + experts / 128), rel=1e-6)
     assert bill.rank < 128 and bill.to_dict()["worst_rank"] == bill.rank
+    ours = memory(V3, layout, "bf16", **keys)  # which leaves experts whole
+    assert ours.master_weights == pytest.approx(4 * (trained / 128 + experts / 64), rel=1e-6)
 
 
 def test_redundant_experts_are_for_serving():

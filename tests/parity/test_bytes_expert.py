@@ -1,19 +1,21 @@
 """The bytes of the expert axis, predicted from what the routers chose and counted: each call, and what is held.
 
-Over ep alone, over ep inside dp with copies of experts, over all of them with cut sequences; an expert without a token,
-full experts, layers computed again, several passes.
+Over ep alone, over ep inside dp with copies of experts, over all of them with cut sequences, and under ZeRO; an expert
+without a token, full experts, layers computed again, several passes.
 """
 
 from collections import Counter
 
 import pytest
 import torch
+from test_bytes_data import held, size
 
 from shardlab import comm
 from shardlab.cost import memory, traffic
 from shardlab.model.router import Rules
 from shardlab.model.transformer import Transformer
-from shardlab.parallel import context, data, expert, grads, mesh
+from shardlab.parallel import context, data, expert, grads, mesh, zero
+from shardlab.parallel.gathering import alone
 from shardlab.specs import Experts, Layout, ModelSpec, dtype_of
 
 SIZES = dict(hidden=12, layers=3, heads=4, kv_heads=2, head_dim=4, ffn=20, vocab=29)
@@ -49,24 +51,28 @@ def step(_group, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1
             expert.cut(model, experts.get_group("ep"), experts.get_group("edp") if copies > 1 else None)
         if layout.cp > 1:
             context.cut(model, mesh.build(outer=layout.dp, cp=layout.cp).get_group("cp"))
-        data.replicate(model, everyone, BUCKET)
+        optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+        if layout.zero:
+            zero.shard(model, optimizer, everyone, layout.zero, BUCKET)
+        else:
+            data.replicate(model, everyone, BUCKET)
         for i, each in enumerate(tokens):
             with data.no_sync(model) if i < passes - 1 else comm.use():
                 model.loss(each, each.roll(-1, 1), 100, routed=routed).backward()
         grads.finish(model)
         grads.clip_grad_norm_(model, 1.0)
+        optimizer.step()
     calls = Counter((e.axis, e.op, e.phase, len(e.ranks), e.payload) for e in ledger.entries)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    optimizer.step()
-    states = [state for each in optimizer.state.values() for state in each.values()]
-    held = {"weights": size(model.parameters()), "states": size(states)}
     wire = sum(e.wire for e in ledger.entries if e.axis == "ep" and e.op == "all_to_all")
-    return calls, [each.counts for each in routed], held, wire, sum(each.dropped for each in routed)
-
-
-def size(tensors):
-    return sum(t.numel() * t.element_size() for t in tensors)
+    nbytes = held(model, optimizer)
+    if layout.zero == 3:  # of which that counts as weights what is shared out, and the rest with the states
+        more = size(parameter.data for parameter in alone(model))
+        trained = size(parameter.data for parameter in alone(model) if parameter.requires_grad)
+        low = dtype == "bf16"  # then the optimizer steps copies
+        nbytes["weights"] += more
+        nbytes["states"] -= 0 if low else trained
+    dropped = sum(each.dropped for each in routed)
+    return calls, [each.counts for each in routed], nbytes, wire, dropped
 
 
 def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1, rules=DROPLESS, use=None):
@@ -74,10 +80,10 @@ def check(pool, spec, layout, dtype="fp32", frozen=(), recompute=None, passes=1,
     routed = [counts for _, counts, *_ in ranks]
     bills = [traffic(spec, layout, 2, 7, dtype, recompute=recompute, accumulate=passes, frozen=frozen, rank=rank,
                      start=True, clip=True, bucket=BUCKET, routed=routed) for rank in range(layout.world_size)]
-    for rank, (bill, (calls, _, held, *_)) in enumerate(zip(bills, ranks, strict=True)):
+    for rank, (bill, (calls, _, bytes_held, *_)) in enumerate(zip(bills, ranks, strict=True)):
         assert calls == predicted(bill)
-        states = memory(spec, layout, dtype, training=True, frozen=frozen, rank=rank)
-        assert held == {kind: getattr(states, kind) for kind in held}
+        states = memory(spec, layout, dtype, training=True, frozen=frozen, rank=rank, bucket=BUCKET)
+        assert bytes_held == {kind: getattr(states, kind) for kind in bytes_held}
     return bills, ranks
 
 
@@ -97,6 +103,15 @@ def test_each_call_and_all_that_is_held(pool, experts, layout):
     most = traffic(bills[0].spec, layout, 2, 7, start=True, clip=True, bucket=BUCKET,
                    routed=[counts for _, counts, *_ in ranks])
     assert most.total() == max(bill.total() for bill in bills)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("experts", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_zero_leaves_spread_experts_as_they_are(pool, experts, stage):
+    spec = ModelSpec(**SIZES, experts=experts)
+    for layout in (Layout(dp=4, ep=2, zero=stage), Layout(dp=2, ep=2, zero=stage), Layout(dp=3, zero=stage)):
+        check(pool, spec, layout, passes=2)
+    check(pool, ModelSpec(**SIZES, experts=SOFTMAX), Layout(dp=4, ep=2, zero=stage), dtype="bf16")
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
@@ -127,7 +142,5 @@ def test_what_no_router_has_chosen_has_no_bill():
         traffic(spec, layout, 2, 7, routed=[[(1,) * 6] * 3])
     with pytest.raises(ValueError, match=r"routed counts \[5\] experts, and a layer of model has 6"):
         traffic(spec, layout, 2, 7, routed=[[(1,) * 5] * 3] * 2)
-    with pytest.raises(ValueError, match="ZeRO on experts that are spread"):
-        traffic(spec, Layout(dp=2, ep=2, zero=1), 2, 7, routed=[[(1,) * 6] * 3] * 2)
     with pytest.raises(ValueError, match=r"layers.2.mlp.experts.4 is on some of the ranks only, ep = 2: .* rank="):
         memory(spec, layout, training=True, frozen=("layers.2.mlp.experts.4",))

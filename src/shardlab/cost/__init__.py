@@ -11,7 +11,8 @@ from .fit import Fit, fit
 from .korthikanti import korthikanti, selective_flops
 from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
-from .memory import MemoryBill, Part, memory
+from .memory import memory
+from .memory_bill import MemoryBill, Part
 from .messages import ALGORITHMS, Message, messages
 from .pipeline import PipelineBill, pipeline, weight_versions
 from .serve_way import Serve

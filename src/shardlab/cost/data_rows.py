@@ -85,7 +85,7 @@ class DataRows:
         where backward comes to it.
         """
         parts: dict[int | str, list[Parameter]] = {}
-        for each in self.parameters if self.layout.zero == 3 else ():
+        for each in (each for each in self.parameters if self.layout.zero == 3 and not each.whole):
             end = "ends" if self.tied else "embedding" if each.name.startswith("embed_") else "head"
             parts.setdefault(end if each.layer is None else each.layer, []).append(each)
         return [Unit("layer", list(self._split(inside)), 1, self.parameters.reached(inside[-1].name))

@@ -56,6 +56,7 @@ class ExpertAxis:
         yield from alike("ep", "all_gather", "start", "which model", [1], 8, self.layout.ep)
         if self.layout.expert_replicas > 1:
             yield from alike("edp", "all_gather", "start", "which model", [1], 8, self.layout.expert_replicas)
+            yield from alike("edp", "all_gather", "start", "which experts", [4], 8, self.layout.expert_replicas)
             yield from alike("edp", "broadcast", "start", "experts", [each.numel for each in self.parameters],
                              self.dtype.bytes, self.layout.expert_replicas)
 

@@ -13,7 +13,7 @@ from ..specs import CardSpec, Layout, ModelSpec
 from ..specs.check import whole
 from ..specs.units import decimal
 from .bill import Bill, Row
-from .memory import MemoryBill
+from .memory_bill import MemoryBill
 from .serve_rungs import serve_rungs
 from .serve_way import Serve
 from .step import Step

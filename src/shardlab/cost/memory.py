@@ -10,203 +10,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any, Literal, NamedTuple
 
-from ..specs import Dtype, Format, Layout, ModelSpec, format_of
+from ..specs import Layout, ModelSpec, format_of
 from ..specs.check import flag, whole
 from ..specs.layout import layout_of
 from ..specs.model import GROUPS
 from ..specs.rows import BUCKET
-from .bill import Bill, Row
 from .data_rows import DataRows
-from .formats import Formats, formats_of
-from .memory_rows import active_of, notes_of, rows_of, title_of
+from .formats import formats_of
+from .memory_bill import OPTIMIZERS, MemoryBill
 from .parameters import held_by_each, parameters_of, together
-from .sharing import Share, held_of, rank_of, share
-
-# numbers kept per parameter, and bytes kept per tensor: PyTorch's AdamW counts each tensor's steps in one fp32 number
-_OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "sgd+momentum": (1, 0)}
-_UNTRAINED = (0, 0)
-
-
-class Part(NamedTuple):
-    """What a rank holds beside its states: `kind` ("KV cache"), bytes, how they come about, on "card" or "host"."""
-
-    kind: str
-    nbytes: int
-    derivation: str
-    on: Literal["card", "host"] = "card"
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class MemoryBill(Bill):
-    """Bytes held by one rank. Tensor and expert parallelism cut into equal parts, padded if need be, so their ranks all
-    hold as much; under ZeRO a few bytes may differ, and the bill is that of `rank`.
-
-    `elements`, `tensors` and `stored` are the numbers of parameters (padding and copies included), of weight tensors
-    and of bytes of weights that a rank holds where nothing is shared out, for each group of tensors; `share` is what is
-    left to it. `optimizer` and `formats` are None where nothing is trained. `parts` is what comes to the states,
-    `redundant` how many experts of each layer are copies of others.
-    """
-
-    spec: ModelSpec
-    layout: Layout
-    format: Format
-    optimizer: str | None
-    formats: Formats | None
-    elements: dict[str, int]
-    tensors: dict[str, int]
-    stored: dict[str, int]
-    copied: int
-    padding: int
-    share: Share
-    rank: int = 0
-    redundant: int = 0
-    parts: tuple[Part, ...] = ()
-    task: str = ""
-
-    @property
-    def weights(self) -> int:
-        """Bytes of weights, scales included."""
-        return self.share.weights * self.width if self.layout.zero else sum(self.stored.values())
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradients, a rank's own part of them included where it is kept apart."""
-        return sum(n * dtype.bytes for n, dtype in self.kept_gradients)
-
-    @property
-    def master_weights(self) -> int:
-        """Bytes of the copy of the weights that the optimizer steps, where training keeps one."""
-        return self.share.stepped * self.master.bytes if self.master else 0
-
-    @property
-    def moments(self) -> int:
-        """Bytes of the optimizer's numbers per parameter (AdamW's two moments, SGD's momentum), like what it steps."""
-        return self.share.stepped * self.kept[0] * self.formats.stepped.bytes if self.formats else 0
-
-    @property
-    def steps(self) -> int:
-        """Bytes of AdamW's step counters, one a tensor, or a piece of one."""
-        return self.share.pieces * self.kept[1]
-
-    @property
-    def states(self) -> int:
-        """Bytes of all optimizer states: master weights, moments and steps."""
-        return self.master_weights + self.moments + self.steps
-
-    @property
-    def held(self) -> int:
-        """Bytes of weights, gradients and optimizer states: what is held between steps."""
-        return self.weights + self.gradients + self.states
-
-    @property
-    def per_rank(self) -> int:
-        """All bytes that one rank's card holds."""
-        return self.held + sum(p.nbytes for p in self.parts if p.on == "card")
-
-    @property
-    def host(self) -> int:
-        """Bytes that one rank keeps in its host's memory."""
-        return sum(part.nbytes for part in self.parts if part.on == "host")
-
-    def part(self, kind: str) -> int:
-        """Bytes of the parts of that kind on the card: "KV cache", "activations", "logits", "context"; 0 if none."""
-        return sum(part.nbytes for part in self.parts if part.kind == kind and part.on == "card")
-
-    @property
-    def groups(self) -> dict[str, int]:
-        """Bytes of weights, gradients and states that one rank holds, for each group of tensors. Raises ValueError
-        where rows mix them, under ZeRO, and where weights are frozen."""
-        if self.mixed:
-            raise ValueError("gradients and states are not told by groups of tensors under ZeRO or with frozen "
-                             "weights: ask for those of a layout with zero = 0, and nothing frozen")
-        numbers, counter = self.kept
-        each = self.formats.gradients.bytes + numbers * self.formats.stepped.bytes if self.formats else 0
-        each += self.master.bytes if self.master else 0
-        kept = {group: self.stored[group] + n * each + self.tensors[group] * counter
-                for group, n in self.elements.items()}
-        biases, routers = self.untrained
-        return kept | {"router": kept["router"] - biases * each - routers * counter}
-
-    @property
-    def untrained(self) -> tuple[int, int]:
-        """Numbers and tensors that a rule moves, not a gradient: by which routing is balanced. They are counted as wide
-        as the rest, and have 32 bits, for they move by thousandths."""
-        experts = self.spec.experts
-        layers = self.spec.layers - experts.first_dense if experts and experts.routing_bias else 0
-        return layers * experts.routed if experts else 0, layers
-
-    @property
-    def mixed(self) -> bool:
-        """Whether groups of tensors can't be told apart in it."""
-        frozen = self.optimizer is not None and self.share.pieces < sum(self.tensors.values()) - self.untrained[1]
-        return self.layout.zero > 0 or frozen
-
-    @property
-    def active(self) -> int:
-        """Bytes of weights that one token uses on a rank, the whole embedding included: all, but of experts some."""
-        return sum(active_of(self, group, nbytes) for group, nbytes in self.stored.items())
-
-    @property
-    def coordinate(self) -> int:
-        """Where the rank stands on the data axis."""
-        return self.rank // self.layout.tp
-
-    @property
-    def kept(self) -> tuple[int, int]:
-        """Numbers that the optimizer keeps for each parameter, and bytes for each tensor."""
-        return _OPTIMIZERS[self.optimizer] if self.optimizer else _UNTRAINED
-
-    @property
-    def master(self) -> Dtype | None:
-        """The format of the master weights; None where the weights themselves are stepped."""
-        return self.formats.stepped if self.formats and self.formats.stepped.name != self.format.rest.name else None
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number that isn't quantised."""
-        return self.format.rest.bits // 8
-
-    @property
-    def kept_gradients(self) -> list[tuple[int, Dtype]]:
-        """Numbers of gradients in their format: of all that is trained, of the rank's own part."""
-        if self.formats is None:
-            return []
-        kinds = ((self.share.gradients, self.formats.gradients), (self.share.part, self.formats.part))
-        return [(n, dtype) for n, dtype in kinds if n]
-
-    @property
-    def title(self) -> str:
-        return title_of(self)
-
-    @property
-    def rows(self) -> list[Row]:
-        return rows_of(self)
-
-    @property
-    def footnotes(self) -> list[str]:
-        return notes_of(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The bill as plain data: inputs, bytes of one rank by kind and (where they can be told) by group, parameter
-        counts, parts, rows."""
-        kinds = {kind: getattr(self, kind) for kind in
-                 ("weights", "gradients", "master_weights", "moments", "steps", "per_rank", "host")}
-        inputs = {"model": self.spec.name, **asdict(self.layout), "dtype": self.format.name,
-                  "optimizer": self.optimizer}
-        parameters = {"resident": self.spec.total, "active": self.spec.active}
-        return {**inputs, **kinds, "worst_rank": self.rank, "parameters": parameters,
-                "groups": {} if self.mixed else self.groups,
-                "parts": [part._asdict() for part in self.parts], **super().to_dict()}
+from .sharing import Share, held_of, left, rank_of, share
 
 
 def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", training: bool = False,
            optimizer: str = "adamw", master: str | None = None, gradients: str | None = None, *,
-           frozen: Collection[str] = (), rank: int | None = None, bucket: int = BUCKET, redundant: int = 0
-           ) -> MemoryBill:
+           frozen: Collection[str] = (), rank: int | None = None, bucket: int = BUCKET, redundant: int = 0,
+           share_experts: bool = False) -> MemoryBill:
     """The bill of what each rank holds of `spec` under `layout` (one rank if None), weights stored as `dtype`.
 
     `training` adds gradients and the states of `optimizer`: "adamw", "sgd" or "sgd+momentum", as PyTorch keeps them.
@@ -219,15 +41,16 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     counts. `frozen` names weights that are not trained, or modules of them. Where ranks differ, the bill is that of
     `rank`, or of the one that holds most.
 
-    Of a mixture's experts a rank holds one of ep parts, cut over etp ranks; ZeRO shares these out over the ranks that
-    hold the same, the rest over dp · cp (no run of ours is behind ZeRO on experts that are spread). Serving may add
-    `redundant` copies of experts to each layer. Raises ValueError on an unknown format or optimizer, on quantised
-    weights to be trained or shared out, on copies that are trained, on a frozen name or a rank that there isn't, and
-    on a layout that `spec` doesn't allow.
+    Of a mixture's experts a rank holds one of ep parts, cut over etp ranks. `zero.shard` leaves these as they are;
+    `share_experts` is the bill of one that shares them out over the ranks with the same ones, as DeepSeek's and
+    Megatron's do (no run of ours is behind it). Serving may add `redundant` copies of experts to each layer.
+
+    Raises ValueError on an unknown format or optimizer, on quantised weights to be trained or shared out, on copies
+    that are trained, on a frozen name or a rank that there isn't, and on a layout that `spec` doesn't allow.
     """
     flag("training", training)
-    if not isinstance(optimizer, str) or optimizer not in _OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(_OPTIMIZERS)}")
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
     layout, form = layout_of(layout), format_of(dtype)
     layout.check(spec, redundant)
     if redundant and (training or layout.zero):
@@ -254,22 +77,26 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
         biases, routers = bill.untrained
         stepped, pieces = numbers - biases, sum(tensors.values()) - routers
         return replace(bill, share=Share(numbers, stepped, 0, stepped, pieces))
-    return _shared_out(bill, frozen, rank, whole("bucket", bucket))
+    return _shared_out(bill, frozen, rank, whole("bucket", bucket), flag("share_experts", share_experts))
 
 
-def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, bucket: int) -> MemoryBill:
-    """The bill of a rank that ZeRO leaves a part, or that does not train what is frozen."""
+def _shared_out(bill: MemoryBill, frozen: Collection[str], rank: int | None, bucket: int, experts: bool) -> MemoryBill:
+    """The bill of a rank that ZeRO leaves a part, of spread `experts` too or not, or that does not train what is
+    frozen."""
     layout, formats = bill.layout, bill.formats
     if rank is None and layout.ep > 1 and (one := [name for name in frozen if re.search(r"experts\.\d", name)]):
         raise ValueError(f"{one[0]} is on some of the ranks only, ep = {layout.ep}: say whose bill with rank=")
-    held = parameters_of(bill.spec, layout, frozen, bill.rank)
-    rows = [DataRows(some, layout, bill.spec.tied, bill.width, bucket) for some in held.apart() if some]
+    rest, spread = parameters_of(bill.spec, layout, frozen, bill.rank).apart()
+    rows = [DataRows(some, layout, bill.spec.tied, bill.width, bucket) for some in (rest, spread if experts else ())
+            if some]
     converted = formats is not None and formats.part != formats.gradients
     if rank is None and layout.zero:
         kept = [(bill.kept[0], formats.stepped), (1, bill.master), (converted, formats.part)] if formats else []
         number = sum(n * dtype.bytes for n, dtype in kept if dtype)
-        more = [(each, held_of(each.gradients, each.ranks, number, bill.kept[1])) for each in rows]
+        held = [(each, held_of(each.gradients, each.ranks, number, bill.kept[1])) for each in rows]
         bill = replace(bill, rank=max(range(layout.world_size),
-                                      key=lambda r: sum(held[each.coordinate(r)] for each, held in more)))
+                                      key=lambda r: sum(most[each.coordinate(r)] for each, most in held)))
     shares = [share(each, each.coordinate(bill.rank), converted) for each in rows]
+    if not experts:
+        shares.append(left(spread, converted and layout.zero > 0))
     return replace(bill, share=reduce(Share.plus, shares))

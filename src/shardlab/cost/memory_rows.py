@@ -12,7 +12,7 @@ from .bill import Row
 from .parameters import held_by_each, together
 
 if TYPE_CHECKING:
-    from .memory import MemoryBill
+    from .memory_bill import MemoryBill
 
 
 def title_of(bill: MemoryBill) -> str:

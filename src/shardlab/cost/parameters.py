@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..specs import Layout, ModelSpec, TensorSpec
 
-UNTRAINED = "e_score_correction_bias"  # what routing is balanced by: a rule moves it, not a gradient
-
 
 class Parameter(NamedTuple):
     """What one of `tp` ranks holds of one weight: `numel` numbers, padding included; in which layer, None at the ends.
@@ -26,6 +24,11 @@ class Parameter(NamedTuple):
     cut: bool
     trained: bool
     spread: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it moves by a rule and ZeRO leaves it as it is: what balances the loads of experts."""
+        return self.name.endswith("e_score_correction_bias")
 
 
 class Stage(NamedTuple):
@@ -148,7 +151,8 @@ def _held(spec: ModelSpec, tp: int, sp: bool, etp: int, spread: bool) -> Iterato
                  for tensor in spec.layer_tensors(layers[0])]
         for layer in layers:
             for name, of, own in alike:
-                yield Parameter(f"layers.{layer}.{name}", layer, *of, not name.endswith(UNTRAINED), own)
+                each = Parameter(f"layers.{layer}.{name}", layer, *of, True, own)
+                yield each._replace(trained=not each.whole)
     for tensor in spec.last_tensors():
         yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
 

@@ -19,7 +19,8 @@ from ..specs.check import whole as whole_number
 from ..specs.layout import layout_of
 from .activations import activations
 from .bill import Bill, Row
-from .memory import MemoryBill, memory
+from .memory import memory
+from .memory_bill import MemoryBill
 from .parameters import Parameters, parameters
 from .pipeline_rows import rows_of
 from .pipeline_stages import StageBill, stage_bill, stages_of

@@ -8,7 +8,7 @@ from typing import Literal
 from ..specs import CardSpec, Layout, ModelSpec
 from ..specs.check import number, whole
 from ..specs.units import decimal, seconds
-from .memory import MemoryBill
+from .memory_bill import MemoryBill
 from .serving import serving
 from .step import Step
 from .time import decode_floor

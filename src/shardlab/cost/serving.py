@@ -9,7 +9,8 @@ from ..specs.check import whole
 from ..specs.layout import served
 from .activations import forward_peak
 from .kv import kv_cache
-from .memory import MemoryBill, Part, memory
+from .memory import memory
+from .memory_bill import MemoryBill, Part
 from .training import RESERVE, reserved
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..specs import Layout
 from ..specs.check import whole
 from .data_rows import DataRows, Rowed
+from .parameters import Parameters
 
 
 class Share(NamedTuple):
@@ -45,9 +46,18 @@ def share(rows: DataRows, coordinate: int, converted: bool) -> Share:
     weights = everything - stepped + padded
     if zero == 3:
         weights = sum(each.row.share for unit in rows.units for each in unit.rows)
+        weights += sum(each.numel for each in rows.parameters if each.whole)
     part = held if converted else 0 if zero == 1 else sum(n * row.share for row, n in mine.items())
     return Share(weights, padded if zero == 1 else 0, part, held,
                  sum(n * sum(1 for _ in row.slices(coordinate)) for row, n in mine.items()))
+
+
+def left(parameters: Parameters, converted: bool) -> Share:
+    """What a rank holds of parameters that are not shared out: `converted` says whether ZeRO's optimizer steps them all
+    the same in another format than their gradients', which it then has in both."""
+    everything = sum(each.numel for each in parameters)
+    stepped = sum(each.numel for each in parameters.trained)
+    return Share(everything, stepped, stepped if converted else 0, stepped, len(parameters.trained))
 
 
 def own(rows: Sequence[Rowed], coordinate: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..specs import CardSpec, Layout, ModelSpec, bundled_cards
 from ..specs.units import decimal
-from .memory import MemoryBill
+from .memory_bill import MemoryBill
 
 
 class Step(NamedTuple):

@@ -115,7 +115,7 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
 
     Raises ValueError on sizes below 1, an unknown dtype, head or mode, a rank or a frozen name that there isn't, on a
     layout that the model doesn't allow, and on what is not known here: what the plain model hasn't got, tp for a model
-    that is no Llama, ZeRO on experts that are spread, the loop's part where sequences are cut.
+    that is no Llama, the loop's part where sequences are cut.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
@@ -172,9 +172,6 @@ def _check_known(spec: ModelSpec, layout: Layout, loop: bool) -> None:
     if other:
         kind = "over a tensor axis the traffic of the Llama kind" if layout.tp > 1 else "the traffic of the plain model"
         raise ValueError(f"{spec.name} has {other}: {kind} alone is known")
-    if layout.spreads and layout.zero:
-        raise ValueError(f"{layout.degrees}: ZeRO on experts that are spread over the data axis is not known here; "
-                         "zero = 0, or ep = 1")
     if layout.cp > 1 and loop:
         raise ValueError(f"cp = {layout.cp}: what the training loop sends of cut sequences is not known here; "
                          "loop = False")

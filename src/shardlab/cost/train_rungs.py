@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..specs import CardSpec, Layout, ModelSpec, dtype_of, find_link
 from ..specs.check import whole
 from ..specs.units import decimal, seconds
-from .memory import MemoryBill
+from .memory_bill import MemoryBill
 from .step import Step, bigger, none_bigger, tensor_degrees
 from .time import training_flops
 from .training import RESERVE, training

@@ -10,7 +10,8 @@ from ..specs.rows import BUCKET
 from ..specs.units import count, parse_bytes
 from .activations import activations
 from .data_rows import DataRows
-from .memory import MemoryBill, Part, memory
+from .memory import memory
+from .memory_bill import MemoryBill, Part
 from .parameters import parameters_of
 from .under_way import under_way
 
@@ -48,11 +49,10 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
 
 
 def _under_way(bill: MemoryBill) -> Part:
-    """What ZeRO-2 and 3 have whole for a moment, beside a rank's share: of spread experts and of the rest at most."""
+    """What ZeRO-2 and 3 have whole for a moment, beside a rank's share; spread experts it leaves as they are."""
     layout, spec = bill.layout, bill.spec
-    kinds = [under_way(DataRows(some, layout, spec.tied, bill.width, BUCKET))
-             for some in parameters_of(spec, layout).apart() if some]
-    weights, gradients = (sum(numbers) for numbers in zip(*kinds, strict=True))
+    rest, _ = parameters_of(spec, layout).apart()
+    weights, gradients = under_way(DataRows(rest, layout, spec.tied, bill.width, BUCKET))
     numbers = f"{count(gradients)} numbers of gradients"
     if weights:
         numbers = f"({count(weights)} numbers of weights + {count(gradients)} of gradients)"
