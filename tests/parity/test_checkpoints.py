@@ -11,7 +11,8 @@ from shardlab.parallel import grads, tensor
 from shardlab.parallel.shard import unshard
 from shardlab.specs import Layout, ModelSpec
 
-RUNS = [pytest.param(kind, p, id=f"{kind}-{p}") for kind in checkpoints.KINDS for p in (1, 2, 4)]
+RUNS = [pytest.param(kind, p, id=f"{kind}-{p}", marks=[pytest.mark.more] * (kind in checkpoints.MIXTURES and p < 4))
+        for kind in checkpoints.KINDS for p in (1, 2, 4)]
 
 
 def cut_from(folder, group, dtype=torch.float32):
