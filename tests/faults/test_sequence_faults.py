@@ -115,7 +115,7 @@ def test_x4_backward_rotates_the_keys_and_values_that_it_reads(pool, p, causal):
 
 
 def rounded(group, n=64):
-    """The errors of out, dq, dk and dv of bf16 inputs, against the same numbers in float64."""
+    """The errors of out, dq, dk and dv of bf16 inputs, over those of the exact numbers rounded to bf16."""
     generator = torch.Generator().manual_seed(0)
     *given, grad = (torch.randn(1, heads, n, 16, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
     whole = [x.double().requires_grad_() for x in given]
@@ -126,16 +126,16 @@ def rounded(group, n=64):
     out.backward(share(grad, group, 0, 2))
     assert out.dtype == torch.bfloat16 and all(x.grad.dtype == torch.bfloat16 for x in own)
     ours = [join(x, group, n, 2) for x in (out.detach(), *(x.grad for x in own))]
-    return [(a - b).square().mean().sqrt().item()
+    return [((a - b).square().sum() / (b.bfloat16() - b).square().sum()).sqrt().item()
             for a, b in zip(ours, (expected.detach(), *(x.grad for x in whole)), strict=True)]
 
 
-@pytest.mark.parametrize("p", [4, pytest.param(8, marks=pytest.mark.more)])
+@pytest.mark.parametrize("p", [1, 4, pytest.param(8, marks=pytest.mark.more)])
 def test_x5_the_error_of_bf16_does_not_grow_with_the_ring(pool, p):
-    """ring-flash-attention#42, #22: partial results were kept in bf16, and "loss can look quite reasonable"."""
-    one = pool(1).run(rounded)[0]
+    """ring-flash-attention#42, #22: partial results were kept in bf16, and "loss can look quite reasonable". Here it is
+    that of the last rounding, and of the output's, which backward starts from."""
     for seen in pool(p).run(rounded):
-        assert all(0 < error <= 1.2 * alone for error, alone in zip(seen, one, strict=True)), (seen, one)
+        assert all(0.99 < error < 1.25 for error in seen), seen  # so that none is twice that of a single rank
 
 
 def refused(group):
