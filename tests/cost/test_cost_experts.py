@@ -182,8 +182,10 @@ def test_other_paths_that_dont_know_them_refuse():
     for layout in (Layout(cp=2), Layout(2, etp=1)):
         with pytest.raises(ValueError, match="what a pipeline sends of cut sequences and spread experts is not known"):
             pipeline(ModelSpec(**SIZES) if layout.cp > 1 else SPEC, one_f_one_b(2, 4), batch=1, seq=8, layout=layout)
-    with pytest.raises(ValueError, match="cp = 2: what the training loop sends"):
-        traffic(ModelSpec(**SIZES), Layout(cp=2), 1, 8, loop=True)
+    for spec, layout, what in ((ModelSpec(**SIZES), Layout(cp=2), "cut sequences, cp = 2"),
+                               (SPEC, Layout(dp=2), "the loads of experts")):
+        with pytest.raises(ValueError, match=f"what the training loop sends of {what} is not known here: loop = False"):
+            traffic(spec, layout, 1, 8, loop=True)
     with pytest.raises(ValueError, match="has experts: over a tensor axis the traffic of the Llama kind alone"):
         traffic(SPEC, Layout(2, dp=2, ep=2), 1, 8)
 

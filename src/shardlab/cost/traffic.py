@@ -115,7 +115,7 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
 
     Raises ValueError on sizes below 1, an unknown dtype, head or mode, a rank or a frozen name that there isn't, on a
     layout that the model doesn't allow, and on what is not known here: what the plain model hasn't got, tp for a model
-    that is no Llama, the loop's part where sequences are cut.
+    that is no Llama, the loop's part where sequences are cut or there are experts.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
@@ -172,9 +172,9 @@ def _check_known(spec: ModelSpec, layout: Layout, loop: bool) -> None:
     if other:
         kind = "over a tensor axis the traffic of the Llama kind" if layout.tp > 1 else "the traffic of the plain model"
         raise ValueError(f"{spec.name} has {other}: {kind} alone is known")
-    if layout.cp > 1 and loop:
-        raise ValueError(f"cp = {layout.cp}: what the training loop sends of cut sequences is not known here; "
-                         "loop = False")
+    if loop and (layout.cp > 1 or spec.experts):
+        what = f"cut sequences, cp = {layout.cp}" if layout.cp > 1 else "the loads of experts"
+        raise ValueError(f"what the training loop sends of {what} is not known here: loop = False")
 
 
 def _experts(spec: ModelSpec, layout: Layout, routed: Routed | None, passes: int, dtype: Dtype, frozen: Collection[str],
