@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = read((ROOT / "book" / "claims.md").read_text(encoding="utf-8"))
 CLAIMS = {claim.argument: "\n".join(claim.body) for claim in PAGE.all("claim")}
 ROWS = {row["id"]: row for row in yaml.safe_load((ROOT / "tests" / "data" / "facts.yaml").read_text(encoding="utf-8"))}
-ONE = {"x": 1, "x faster": 1, "per layer": 1, "cards": 1, "requests": 1, "heads": 1, "KV heads": 1, "fraction": 1,
-       "params": 1, "1e9 params": 1e9, "B": 1, "B/token": 1, "KiB": 2**10, "MiB": 2**20,
+ONE = {"x": 1, "x faster": 1, "per layer": 1, "cards": 1, "requests": 1, "heads": 1, "KV heads": 1, "experts": 1,
+       "fraction": 1, "params": 1, "1e9 params": 1e9, "B": 1, "B/token": 1, "KiB": 2**10, "MiB": 2**20,
        "MiB (printed MB)": 2**20, "GiB": 2**30, "GB": 1e9, "GB (1e9)": 1e9, "1e9 B/s": 1e9, "us": 1e-6,
        "ms": 1e-3}  # what a row's unit is in the book's own
 
