@@ -2,7 +2,11 @@
 
 import pytest
 import torch
-from mixtures import KINDS, parity
+from mixtures import KINDS, batch, build, cut, parity, passes
+
+from shardlab import comm
+from shardlab.parallel import balance, grads
+from shardlab.parallel.loss import valid_tokens
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "late"])  # which is for deeper models
@@ -49,3 +53,26 @@ def test_a_bias_that_evens_loads_is_the_same_on_all_ranks(pool, kind):
 
 def test_on_one_rank_the_model_is_the_plain_one(pool):
     parity(pool, "deepseek", 1, steps=1)
+
+
+def of_16_bits(group, dtype):
+    """The loss of all tokens, and the loads of the first layer with experts; every gradient is there and finite."""
+    twin, _, tokens = cut(group, "deepseek", dtype=dtype)
+    parts, routed = batch(0), []
+    valid = valid_tokens(labels for _, labels, _ in parts)
+    total = passes(twin, parts[tokens.rank() :: tokens.size()], valid, None, routed)
+    grads.finish(twin)
+    trained = [p for name, p in twin.named_parameters() if p.requires_grad and "unused" not in name]
+    assert all(p.grad.isfinite().all() for p in trained)
+    return comm.all_reduce(total, group=tokens).item(), balance.loads(twin, routed, tokens)[0][0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(pool, dtype):
+    """Rounded once more, tokens go where they go in the plain model."""
+    plain, parts, routed = build(**KINDS["deepseek"], dtype=dtype), batch(0), []
+    valid = valid_tokens(labels for _, labels, _ in parts)
+    expected = sum(plain.loss(tokens, labels, valid, routed, real).item() for tokens, labels, real in parts)
+    for loss, loads in pool(2).run(of_16_bits, dtype):
+        assert loss == pytest.approx(expected, rel=2e-2)
+        assert loads == balance.loads(plain, routed)[0][0].tolist()

@@ -49,3 +49,9 @@ def test_experts_in_a_pipeline(pool, name, kind):
 def test_stages_of_which_some_have_no_experts_or_nothing_to_train(pool, kind, axes, how):
     ranks = axes["pp"] * axes.get("edp", 1) * axes["ep"]
     parity(pool, kind, ranks, axes=axes, orders=SCHEDULES["zero_bubble"](2, 8 // ranks), steps=2, layers=5, **how)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_experts_on_a_data_axis(pool, stage):
+    """Not cut, and so no others than the rest to the data axis."""
+    parity(pool, "deepseek", 2, "adamw", axes=dict(dp=2, ep=1), stage=stage, steps=2, rate=0.01, recompute="full")

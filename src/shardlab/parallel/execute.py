@@ -77,7 +77,7 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
 
     if now().debug and hasattr(model, "pipeline"):
         plan = repr((orders, [tuple(tokens.shape) for tokens, _ in parts])).encode()
-        batch = [each.cpu().numpy().tobytes() for part in parts for each in part]
+        batch = [each.cpu().numpy().tobytes() for part in (*parts, real or ()) for each in part]
         agree(model.pipeline.group, "runs", b"".join([plan, *batch]))  # type: ignore
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
         pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss, aside, real)
