@@ -108,3 +108,10 @@ def test_what_is_no_placement_is_refused():
         plain(3, 3).loads([1.0, 2.0])
     with pytest.raises(ValueError, match="7 experts do not divide over 2 ranks"):
         plain(7, 2)
+
+
+def test_an_order_that_is_even_already_is_not_made_worse():
+    """Packing and swaps would end with 24 against 22."""
+    load = [5.0, 5.0, 8.0, 5.0, 9.0, 3.0, 3.0, 8.0]
+    assert max(plain(8, 2).loads(load)) == 23
+    assert max(place(load, 2, 8).loads(load)) == 23
