@@ -111,7 +111,7 @@ def test_what_is_no_placement_is_refused():
 
 
 def test_an_order_that_is_even_already_is_not_made_worse():
-    """Packing and swaps would end with 24 against 22."""
+    """Packing and swaps would end with 24 against 22: neither is kept."""
     load = [5.0, 5.0, 8.0, 5.0, 9.0, 3.0, 3.0, 8.0]
     assert max(plain(8, 2).loads(load)) == 23
     assert max(place(load, 2, 8).loads(load)) == 23
