@@ -91,6 +91,7 @@ def test_a_rate_for_a_model_without_the_bias_is_refused():
     model = plain(routing_bias=False)
     with pytest.raises(ValueError, match=r"no routing bias to move.*Rules\(balance=\)"):
         train(model, adamw(model), batches(), range(1), progress=False, bias_rate=0.1)
+    assert all(map(torch.equal, plain(routing_bias=False).parameters(), model.parameters()))  # before anything is done
 
 
 def test_loads_become_more_even():
