@@ -298,8 +298,8 @@ def disagree(group):
 
 def test_ranks_that_disagree_are_told_on_all(pool):
     for *others, replicas, frozen in pool(4).run(disagree):
-        assert all("have different models or rules, or compute again what others keep" in each for each in others)
-        assert "have different models, or other experts" in replicas
+        assert all("has another model or other rules than the first of its group" in each for each in others)
+        assert "has another model, or other experts, than the first of `replicas`" in replicas
         assert "in what is frozen" in frozen
 
 

@@ -31,7 +31,7 @@ from ..model.head import IGNORED
 from ..model.router import Routing
 from ..model.transformer import Block, Transformer
 from ..specs import padded
-from .pipeline import agree
+from .agreement import agree
 from .ring import attend
 from .rng import ParallelDropout
 from .zigzag import join, share
@@ -156,4 +156,4 @@ class CutTransformer(Transformer):
 def _same(given: torch.Tensor, group: dist.ProcessGroup) -> None:
     """In debug mode, raise ValueError on all ranks where one was given others: they would attend to each other's."""
     if now().debug:
-        agree(group, "was given a sequence", repr(given.shape).encode() + given.cpu().numpy().tobytes())
+        agree(repr(given.shape).encode() + given.cpu().numpy().tobytes(), group, "was given a sequence")

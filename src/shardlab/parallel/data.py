@@ -8,7 +8,6 @@ unevenly the tokens are spread. A mean of the ranks' means would be another numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from inspect import signature
 
 import torch
@@ -19,6 +18,7 @@ from ..comm import ops, phase
 from ..model.head import Head
 from ..specs.rows import BUCKET
 from . import grads
+from .agreement import digest, travels_on
 from .flat import buckets
 from .reducer import Reducer, no_sync
 
@@ -73,8 +73,8 @@ def _same(held: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) ->
     first, *others = dist.get_process_group_ranks(group)
     kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
     told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
-            int.from_bytes(blake2b(repr(kinds).encode(), digest_size=8).digest(), "little", signed=True)]
-    ours, *theirs = ops.all_gather(torch.tensor([told]), group).tolist()
+            digest(repr(kinds).encode())]
+    ours, *theirs = ops.all_gather(torch.tensor([told], device=travels_on(group)), group).tolist()
     for rank, other in zip(others, theirs, strict=True):
         if other != ours:
             raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes or in what is "

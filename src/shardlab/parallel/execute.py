@@ -18,9 +18,10 @@ from ..model.head import IGNORED
 from ..model.router import Routing
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
+from .agreement import agree
 from .data import no_sync
 from .deferred import Deferred, deferring
-from .pipeline import Pipeline, Stage, agree
+from .pipeline import Pipeline, Stage
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
 Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
@@ -78,7 +79,7 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
     if now().debug and hasattr(model, "pipeline"):
         plan = repr((orders, [tuple(tokens.shape) for tokens, _ in parts])).encode()
         batch = [each.cpu().numpy().tobytes() for part in (*parts, real or ()) for each in part]
-        agree(model.pipeline.group, "runs", b"".join([plan, *batch]))  # type: ignore
+        agree(b"".join([plan, *batch]), model.pipeline.group, "runs")  # type: ignore
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
         pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss, aside, real)
     if pipeline.group.size() == 1:

@@ -14,7 +14,6 @@ arXiv:2006.16668, §2.2; uneven splits and no token dropped: MegaBlocks, arXiv:2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from ..model.moe import Experts, MoE
 from ..model.router import Routing
 from ..model.transformer import Transformer
 from . import grads
+from .agreement import differing
 
 
 def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> Transformer:
@@ -53,9 +53,12 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
     runs = [getattr(layer.run, "__name__", "") for layer in model.layers]  # computed again, or not
     plan = model.spec, model.rules, runs, layers[0].gate.weight.dtype
     with phase("start"):
-        _agree(group, repr(plan), "models or rules, or compute again what others keep")
-        if replicas is not None:
-            _agree(replicas, repr((plan, p, group.rank())), "models, or other experts")
+        if (rank := differing(repr(plan).encode(), group)) is not None:
+            raise ValueError(f"rank {rank} has another model or other rules than the first of its group, or computes "
+                             "again what that keeps: build the same on all")
+        if replicas and (rank := differing(repr((plan, p, group.rank())).encode(), replicas)) is not None:
+            raise ValueError(f"rank {rank} has another model, or other experts, than the first of `replicas`: those "
+                             "are the ranks at the same place of their groups")
     for layer in layers:
         layer.experts = ParallelExperts(layer.experts, group)
         for module in layer.experts.modules():
@@ -114,13 +117,6 @@ def dispatch(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
 def combine(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
     """The inverse: what this rank's experts have made, back to the ranks whose tokens they are, sorted as there."""
     return regions.all_to_all(rows[handle.back], handle.taken, handle.given, handle.group)
-
-
-def _agree(group: dist.ProcessGroup, plan: str, what: str) -> None:
-    """Raise ValueError, on all ranks, where one has another plan: the rows that they send would be other experts'."""
-    told = int.from_bytes(blake2b(plan.encode(), digest_size=8).digest(), "little", signed=True)
-    if len(set(ops.all_gather(torch.tensor([told]), group).tolist())) > 1:
-        raise ValueError(f"ranks {dist.get_process_group_ranks(group)} have different {what}: build the same on all")
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from ..schedule import Orders, check, placement
 from ..specs import padded
 from ..specs.stages import split
 from . import grads, mesh
+from .agreement import agree
 
 __all__ = ["Pipeline", "Stage", "cut"]
 
@@ -108,7 +108,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
                          "model; dualpipe_v runs as well with one)")
     layers = split(len(model.layers), len(numbers), weights)
     with phase("start"):
-        agree(group, "cuts", repr((model.spec, model.rules, stages, layers)).encode())
+        agree(repr((model.spec, model.rules, stages, layers)).encode(), group, "cuts")
     pipeline = Pipeline(model, group, stages, layers)
     # for a rank without layers: `model.to` converts it as it does the others' weights
     model.register_buffer("stream_like", model.embed_tokens.weight.new_empty(0), persistent=False)
@@ -124,19 +124,6 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     model.pipeline = pipeline  # type: ignore[assignment]
     model.stream = model.hidden = _refuse  # type: ignore  # which loss, logits and generate all begin with
     return model
-
-
-def agree(group: dist.ProcessGroup, does: str, plan: bytes) -> None:
-    """Raise ValueError, on all ranks, where one has another plan: what they would come to is no model's."""
-    if group.size() == 1:
-        return
-    told = int.from_bytes(blake2b(plan, digest_size=8).digest(), "little", signed=True)
-    first, *others = ops.all_gather(torch.tensor([told]), group).tolist()
-    ranks = dist.get_process_group_ranks(group)
-    for rank, other in zip(ranks[1:], others, strict=True):
-        if other != first:
-            raise ValueError(f"rank {rank} {does} otherwise than rank {ranks[0]}: give all ranks the same model, "
-                             "schedule, weights and micro-batches")
 
 
 @torch.no_grad()
