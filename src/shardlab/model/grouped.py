@@ -6,10 +6,12 @@ two of them, an activation, is computed for all rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
+
+Take = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 def linear(rows: torch.Tensor, counts: Sequence[int], *layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -18,14 +20,21 @@ def linear(rows: torch.Tensor, counts: Sequence[int], *layers: Sequence[torch.Te
     A layer is a weight (out, in) for each group of rows: the first is that of the first counts[0] rows, and so on. A
     weight without rows gets a gradient of zeros.
     """
-    return _Grouped.apply(rows, counts, len(layers), *(weight for layer in layers for weight in layer))
+    return products(rows, counts, layers)
+
+
+def products(rows: torch.Tensor, counts: Sequence[int], layers: Sequence[Sequence[torch.Tensor]],
+             take: Take | None = None, always: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """`linear`, whose backward, with `take`, leaves the weights' gradients to it: take(i, dY, X) for each weight, as
+    they come in `layers`, of which the gradient is dYᵀ X. Backward comes by if `always`, or rows, need gradients."""
+    return _Grouped.apply(rows, counts, len(layers), take, always, *(weight for layer in layers for weight in layer))
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, counts, layers, *weights):
+    def forward(ctx, rows, counts, layers, take, always, *weights):
         ctx.save_for_backward(rows, *weights)
-        ctx.counts, ctx.layers = list(counts), layers
+        ctx.counts, ctx.layers, ctx.take = list(counts), layers, take
         parts, out = rows.split(ctx.counts), []
         for layer in _split(weights, layers):
             out.append(rows.new_empty(len(rows), layer[0].shape[0]))
@@ -46,11 +55,12 @@ class _Grouped(torch.autograd.Function):
                         place.addmm_(part, weight)
                     else:
                         torch.mm(part, weight, out=place)
-        of_weights = []
-        for wanted, parts in zip(_split(ctx.needs_input_grad[3:], ctx.layers), grads, strict=True):
-            of_weights += [part.t() @ own if each else None
-                           for each, part, own in zip(wanted, parts, rows.split(ctx.counts), strict=True)]
-        return of_rows, None, None, *of_weights
+        pairs = [pair for parts in grads for pair in zip(parts, rows.split(ctx.counts), strict=True)]
+        for i, pair in enumerate(pairs if ctx.take else ()):
+            ctx.take(i, *pair)
+        of_weights = [given.t() @ x if wanted else None
+                      for wanted, (given, x) in zip(ctx.needs_input_grad[5:], pairs, strict=True)]
+        return of_rows, None, None, None, None, *of_weights
 
 
 def _split(flat: Sequence, layers: int) -> list[Sequence]:

@@ -2,18 +2,20 @@
 
 Y = X Wᵀ has two gradients, dX = dY W and dW = dYᵀ X. The stage before waits for dX; for dW nobody waits until the
 optimizer's step. Zero-bubble schedules compute it where a rank would stand idle (Qi et al., arXiv:2401.10241, §2.1).
-What is put off keeps X and dY of each layer until then. All matrices of linear layers are; norms, biases and the
-embedding, whose gradients take next to no time, are not.
+What is put off keeps X and dY of each layer until then. All matrices of linear layers and of experts are; norms, biases
+and the embedding, whose gradients take next to no time, are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from ..model import grouped
 
 
 class Deferred:
@@ -35,7 +37,7 @@ class Deferred:
             torch.autograd.backward([_Gradient.apply(*part) for part in parts])
 
 
-_plain = F.linear
+_plain, _plain_grouped = F.linear, grouped.linear
 _open: list[Deferred] = []  # the innermost `deferring` last; of the process, which is the rank
 
 
@@ -49,15 +51,16 @@ def deferring(later: Deferred) -> Iterator[None]:
     """Put off to `later` the weight gradients of all linear layers that run forward in the block.
 
     A backward pass that computes layers again belongs in such a block too. What is replaced in it is F.linear, which
-    all of them call: a mode of PyTorch's (`torch.overrides`) is off inside of backward, which runs as one call.
+    all of them call, and what experts call in its place: a mode of PyTorch's (`torch.overrides`) is off inside of
+    backward, which runs as one call.
     """
     _open.append(later)
-    F.linear = _linear  # type: ignore[assignment]
+    F.linear, grouped.linear = _linear, _grouped  # type: ignore[assignment]
     try:
         yield
     finally:
         _open.pop()
-        F.linear = _linear if _open else _plain  # type: ignore[assignment]
+        F.linear, grouped.linear = (_linear, _grouped) if _open else (_plain, _plain_grouped)  # type: ignore
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,6 +68,20 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return _plain(input, weight, bias)
     # detached, or autograd would call hooks on the weight for a gradient that is not there yet
     return _Linear.apply(input, weight.detach(), bias, _open[-1].called, [weight], _open[-1])
+
+
+def _grouped(rows: torch.Tensor, counts: Sequence[int], *layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights, later = [weight for layer in layers for weight in layer], _open[-1]
+    trained = {i for i, weight in enumerate(weights) if weight.requires_grad}
+    if not (torch.is_grad_enabled() and trained and all(weights[i].is_leaf for i in trained)):
+        return _plain_grouped(rows, counts, *layers)
+
+    def take(i: int, given: torch.Tensor, x: torch.Tensor) -> None:
+        if i in trained:
+            later.add(weights[i], given, x)
+
+    detached = [[weight.detach() for weight in layer] for layer in layers]
+    return grouped.products(rows, counts, detached, take, later.called)
 
 
 class _Linear(torch.autograd.Function):
