@@ -7,6 +7,8 @@ import pytest
 from computed import fresh, recorded
 from pages import read
 
+from shardlab.parallel.zigzag import places
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,6 +60,7 @@ def test_two_parts_of_a_softmax_are_the_whole(page):
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
 def test_every_step_of_zigzag_is_alike_and_the_plain_order_waits_for_squares(page, p):
+    assert page["zigzag_order"](32 * p, p) == places(32 * p, p).tolist()
     plain, zigzag = page["fine"][p]
     assert all(len(set(step)) == 1 for step in zip(*zigzag, strict=True))
     assert page["part"](plain, p - 1) == pytest.approx((2 * p - 1) / p**2, rel=0.05)
