@@ -63,9 +63,11 @@ class MoE(nn.Module):
         y = self.routed(rows, weights, routing)
         return y if self.shared_experts is None else y + self.shared_experts(rows)
 
-    def routed(self, rows: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def routed(self, rows: torch.Tensor, weights: torch.Tensor,
+               routing: Routing) -> torch.Tensor:
         """The same without the shared experts."""
         assert routing.slots is not None
         token = routing.slots // weights.shape[1]
-        y = self.experts(rows[token], routing) * weights.flatten()[routing.slots].unsqueeze(-1)
+        y = self.experts(rows[token], routing)
+        y = y * weights.flatten()[routing.slots].unsqueeze(-1)
         return torch.zeros_like(rows).index_add(0, token, y)

@@ -102,14 +102,16 @@ class Router(nn.Module):
         return (weights * self.spec.scale).to(x.dtype), scores
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts (tokens, active) with the best of the scores (tokens, routed), the bias added."""
+        """The experts (tokens, active) with the best of the scores (tokens, routed), the
+        bias added."""
         spec = self.spec
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if spec.groups > 1:
             grouped = scores.unflatten(1, (spec.groups, -1))
             best = grouped.topk(2, -1).values.sum(-1).topk(spec.top_groups, -1).indices
-            out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            out = torch.ones_like(grouped[..., 0], dtype=torch.bool)
+            out.scatter_(1, best, False)
             scores = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
         return scores.topk(spec.active, -1).indices
 

@@ -49,12 +49,14 @@ def loads(model: Transformer, routed: Iterable[Routing], group: dist.ProcessGrou
 
 
 @torch.no_grad()
-def even(model: Transformer, routed: Iterable[Routing], rate: float, group: dist.ProcessGroup | None = None
-         ) -> tuple[torch.Tensor, int]:
-    """Move each expert's bias by `rate`, up where its load is below the layer's mean and down where it is above;
-    returns the `loads`. Called after the optimizer's step, before the next forward pass, by the same ranks.
+def even(model: Transformer, routed: Iterable[Routing], rate: float,
+         group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, int]:
+    """Move each expert's bias by `rate`, up where its load is below the layer's mean and
+    down where it is above; returns the `loads`. Called after the optimizer's step, before
+    the next forward pass, by the same ranks.
 
-    Rates are about 0.001. Raises ValueError as `loads` does, on a model without that bias, and on a rate not above 0.
+    Rates are about 0.001. Raises ValueError as `loads` does, on a model without that
+    bias, and on a rate not above 0.
     """
     check(model, rate)
     load, dropped = loads(model, routed, group)

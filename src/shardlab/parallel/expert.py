@@ -80,7 +80,7 @@ class ParallelExperts(Experts):
         self.group = group
 
     def forward(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if routing.handle is None:  # else backward computes the layer again: the ranks know
+        if routing.handle is None:  # else backward computes it again: the ranks know
             routing.handle = meet(routing.counts, self.group, rows.device)
         handle: Handle = routing.handle
         return combine(self.apart(dispatch(rows, handle), handle.counts), handle)
@@ -98,25 +98,31 @@ class Handle:
     back: torch.Tensor  # the inverse
 
 
-def meet(counts: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> Handle:
-    """Tell each rank how many rows there are for each of its experts: `counts` (experts of the layer), of rows here."""
+def meet(counts: tuple[int, ...], group: dist.ProcessGroup,
+         device: torch.device) -> Handle:
+    """Tell each rank how many rows there are for each of its experts: `counts` (experts
+    of the layer), of rows here."""
     p = group.size()
     mine = torch.tensor(counts, device=device)
     theirs = ops.all_to_all(mine, group=group).view(p, -1)  # (ranks, experts here)
     experts = torch.arange(theirs.shape[1], device=device).repeat(p)
     order = experts.repeat_interleave(theirs.flatten()).argsort(stable=True)
-    return Handle(group, mine.view(p, -1).sum(1).tolist(), theirs.sum(1).tolist(), theirs.sum(0).tolist(), order,
-                  order.argsort())
+    return Handle(group, mine.view(p, -1).sum(1).tolist(), theirs.sum(1).tolist(),
+                  theirs.sum(0).tolist(), order, order.argsort())
 
 
 def dispatch(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """rows (choices, hidden), sorted by expert → those of all ranks for this rank's experts, sorted by expert."""
-    return regions.all_to_all(rows, handle.given, handle.taken, handle.group)[handle.order]
+    """rows (choices, hidden), sorted by expert → those of all ranks for this rank's
+    experts, sorted by expert."""
+    there = regions.all_to_all(rows, handle.given, handle.taken, handle.group)
+    return there[handle.order]
 
 
 def combine(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """The inverse: what this rank's experts have made, back to the ranks whose tokens they are, sorted as there."""
-    return regions.all_to_all(rows[handle.back], handle.taken, handle.given, handle.group)
+    """The inverse: what this rank's experts have made, back to the ranks whose tokens
+    they are, sorted as there."""
+    here = rows[handle.back]
+    return regions.all_to_all(here, handle.taken, handle.given, handle.group)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import P2POp, batch_isend_irecv
 from .zigzag import places
 
+Tensors = Sequence[torch.Tensor]
 TILE = 256  # queries whose scores are in memory at a time
 
 
@@ -75,14 +76,19 @@ class _Ring(torch.autograd.Function):
         lse = queries.new_full((*queries.shape[:-1], 1), -torch.inf)
         for source, (keys, values) in _round((k, v), group):
             keys, values = keys.to(dtype), values.to(dtype)
-            for rows, n, hidden in _tiles(group.rank(), source, q.shape[2], real, causal):
+            tiles = _tiles(group.rank(), source, q.shape[2], real, causal)
+            for rows, n, hidden in tiles:
                 scores = _scores(_rows(queries, rows), keys[:, :, :n], hidden)
                 block = scores.logsumexp(-1, keepdim=True)
-                given = _apart(scores.sub_(block).exp_() @ values[:, :, :n], rows)
-                block, before = _apart(block, rows), lse[..., rows, :].clone()
+                given = scores.sub_(block).exp_() @ values[:, :, :n]
+                given, block = _apart(given, rows), _apart(block, rows)
+                before = lse[..., rows, :].clone()
                 lse[..., rows, :] = both = torch.logaddexp(before, block)
-                out[..., rows, :] = out[..., rows, :] * (before - both).exp() + given * (block - both).exp()
+                out[..., rows, :] *= (before - both).exp()
+                out[..., rows, :] += given * (block - both).exp()
+        # in the order that the next matrix reads: else it would be kept in both
         out = out.flatten(1, 2).to(q.dtype)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = scale, group, causal, real
         return out
@@ -95,30 +101,34 @@ class _Ring(torch.autograd.Function):
         r, heads, dtype = group.rank(), k.shape[1], lse.dtype
         queries, grad = _grouped(q, heads).to(dtype) * scale, _grouped(grad, heads).to(dtype)
         inner = (grad * _grouped(out, heads)).sum(-1, keepdim=True)  # Σ over keys of probability · its gradient
-        dq, home, came = torch.zeros_like(queries), [], None
+        dq, came, home = torch.zeros_like(queries), None, list[torch.Tensor]()
         for source, (keys, values) in _round((k, v), group):
             keys, values = keys.to(dtype), values.to(dtype)
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, n, hidden in _tiles(r, source, q.shape[2], real, causal):
-                some, of_some, given = _rows(queries, rows), keys[:, :, :n], _rows(grad, rows)
-                probabilities = _scores(some, of_some, hidden).sub_(_rows(lse, rows)).exp_()
+            tiles = _tiles(r, source, q.shape[2], real, causal)
+            for rows, n, hidden in tiles:
+                some, given = _rows(queries, rows), _rows(grad, rows)
+                scores = _scores(some, keys[:, :, :n], hidden)
+                probabilities = scores.sub_(_rows(lse, rows)).exp_()
                 dv[:, :, :n] += probabilities.mT @ given
-                ds = (given @ values[:, :, :n].mT).sub_(_rows(inner, rows)).mul_(probabilities)
-                dq[..., rows, :] += _apart(ds @ of_some, rows)
+                ds = (given @ values[:, :, :n].mT).sub_(_rows(inner, rows))
+                ds.mul_(probabilities)
+                dq[..., rows, :] += _apart(ds @ keys[:, :, :n], rows)
                 dk[:, :, :n] += ds.mT @ some
             if source == r:
                 home = [dk, dv]
-                continue
-            mine = [dk, dv] if came is None else [x.add_(y) for x, y in zip((dk, dv), came(), strict=True)]
-            came = _pass_on(mine, group, "gradients")
+            else:
+                mine = [dk, dv] if came is None else _added([dk, dv], came())
+                came = _pass_on(mine, group, "gradients")
         if came is not None:
-            home = [x.add_(y) for x, y in zip(home, came(), strict=True)]
+            home = _added(home, came())
         dk, dv = home
         return (dq * scale).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _round(own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-    """(A rank, its tensors), of all ranks, this one's first: the next are under way while a caller has those."""
+def _round(own: Tensors, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensors]]:
+    """(A rank, its tensors), of all ranks, this one's first: the next are under way while
+    a caller has those."""
     r, p, held = group.rank(), group.size(), own
     for step in range(p):
         coming = _pass_on(held, group, "keys and values") if step < p - 1 else None
@@ -127,7 +137,12 @@ def _round(own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[tu
             held = coming()
 
 
-def _pass_on(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, what: str) -> Callable[[], list[torch.Tensor]]:
+def _added(mine: Tensors, came: Tensors) -> list[torch.Tensor]:
+    """The sums, in the place of `mine`."""
+    return [x.add_(y) for x, y in zip(mine, came, strict=True)]
+
+
+def _pass_on(tensors: Tensors, group: dist.ProcessGroup, what: str) -> Callable[[], list[torch.Tensor]]:
     """Start to send these to the next rank, and to receive such from the one before; gives what waits for them."""
     ranks, r, p = dist.get_process_group_ranks(group), group.rank(), group.size()
     room = [torch.empty_like(x) for x in tensors]

@@ -29,15 +29,18 @@ def places(n: int, p: int) -> torch.Tensor:
     return torch.cat((first, second.flip(0)), 1)
 
 
-def share(x: torch.Tensor, group: dist.ProcessGroup, fill: float | bool, dim: int = -1) -> torch.Tensor:
-    """This rank's tokens of `x`, the same on all ranks, whose `dim` is the sequence: (…, seq) → (…, tokens a rank).
+def share(x: torch.Tensor, group: dist.ProcessGroup, fill: float | bool,
+          dim: int = -1) -> torch.Tensor:
+    """This rank's tokens of `x`, the same on all ranks, whose `dim` is the sequence:
+    (…, seq) → (…, tokens a rank).
 
     Padding is `fill`. A copy.
     """
     n, p = x.shape[dim], group.size()
     mine = places(n, p)[group.rank()].to(x.device)
     after = [0, 0] * (x.dim() - 1 - dim % x.dim())
-    return F.pad(x, [*after, 0, padded(n, 2 * p) - n], value=fill).index_select(dim, mine)
+    whole = F.pad(x, [*after, 0, padded(n, 2 * p) - n], value=fill)
+    return whole.index_select(dim, mine)
 
 
 def join(x: torch.Tensor, group: dist.ProcessGroup, n: int, dim: int = 1) -> torch.Tensor:
