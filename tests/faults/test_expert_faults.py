@@ -300,7 +300,7 @@ def test_ranks_that_disagree_are_told_on_all(pool):
     for *others, replicas, frozen in pool(4).run(disagree):
         assert all("has another model or other rules than the first of its group" in each for each in others)
         assert "has another model, or other experts, than the first of `replicas`" in replicas
-        assert "in what is frozen" in frozen
+        assert "in what is frozen or which parts" in frozen
 
 
 def misused(group):

@@ -66,7 +66,8 @@ def test_ranks_whose_models_differ_are_told_so(pool, differ, stage):
 
     first, second = pool(2).run(cut)
     assert first == second and numbers in first
-    assert first.startswith("rank 1 has another model than rank 0, in names, shapes, dtypes or in what is frozen: ")
+    assert first.startswith("rank 1 has another model than rank 0, in names, shapes, dtypes, in what is "
+                            "frozen or which parts it holds: ")
 
 
 def without_valid(group, stage):

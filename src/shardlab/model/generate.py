@@ -18,8 +18,9 @@ def greedy(
 ) -> torch.Tensor:
     """tokens (batch, seq) → (batch, seq + up to new_tokens): the prompt, and what the model makes of it.
 
-    With `stop`, a sequence that has made that token goes on repeating it, and generation ends when all have. Without
-    `cached`, every step computes all tokens again: the plain meaning, which the KV cache must not change.
+    With `stop`, a sequence that has made that token goes on repeating it, and generation ends when all have, if the
+    model `ends_early`. Without `cached`, every step computes all tokens again: the plain meaning, which the KV cache
+    must not change.
     """
     if new_tokens < 0:
         raise ValueError(f"new_tokens must be 0 or more, not {new_tokens}")
@@ -36,6 +37,6 @@ def greedy(
             done |= new == stop
         tokens = torch.cat((tokens, new), 1)
         unread = new if cached else tokens
-        if done.all():
+        if done.all() and model.ends_early:
             break
     return tokens

@@ -89,6 +89,8 @@ class Transformer(nn.Module):
     Raises ValueError on another mode or probability, and on a model with layers that there are not here.
     """
 
+    ends_early = True  # whether `generate` ends when all its sequences have; others may wait for what it computes
+
     def __init__(self, spec: ModelSpec, recompute: str | None = None, dropout: float = 0.0, rules: Rules | None = None):
         if spec.beyond_plain:
             raise ValueError(f"{spec.name} has {spec.beyond_plain}: the plain model computes no such layers")
@@ -158,6 +160,9 @@ class Transformer(nn.Module):
         """
         if tokens.shape != labels.shape:
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
+        if real is not None and (real.shape != tokens.shape or real.dtype != torch.bool):
+            raise ValueError(f"`real` says of each token whether it is there: bools {tuple(tokens.shape)}, not "
+                             f"{real.dtype} {tuple(real.shape)}")
         chosen: list[Routing] = []
         loss = self.lm_head(self.stream(tokens, routed=chosen, real=real), labels, valid, tokens.shape)
         if routed is not None:

@@ -71,14 +71,16 @@ def agree(model: nn.Module, group: dist.ProcessGroup) -> None:
 def _same(held: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on all ranks, where they hold other tensors."""
     first, *others = dist.get_process_group_ranks(group)
-    kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in held]
+    kinds = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, getattr(tensor, "window", None))
+             for name, tensor in held]
     told = [len(held), sum(tensor.requires_grad for _, tensor in held), sum(tensor.numel() for _, tensor in held),
             digest(repr(kinds).encode())]
     ours, *theirs = ops.all_gather(torch.tensor([told], device=travels_on(group)), group).tolist()
     for rank, other in zip(others, theirs, strict=True):
         if other != ours:
-            raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes or in what is "
-                             f"frozen: {_described(other)}, not {_described(ours)}; build the same on all")
+            raise ValueError(f"rank {rank} has another model than rank {first}, in names, shapes, dtypes, in what is "
+                             f"frozen or which parts it holds: {_described(other)}, not {_described(ours)}; build the "
+                             "same on all, and replicate it over ranks with the same parts")
 
 
 def _described(told: list[int]) -> str:

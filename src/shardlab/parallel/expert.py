@@ -50,6 +50,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
         raise ValueError("this model has a data axis or a pipeline, which hold its parameters: cut it before that")
     if p == 1 and replicas is None:
         return model
+    _apart(layers[0].experts, group)
     runs = [getattr(layer.run, "__name__", "") for layer in model.layers]  # computed again, or not
     plan = model.spec, model.rules, runs, layers[0].gate.weight.dtype
     with phase("start"):
@@ -67,6 +68,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, replicas: dist.ProcessGrou
                 grads.mark(module, name, cut=(*known.cut, group), partial=replicas, spread=True)
         if replicas is not None:
             _equal(layer.experts, replicas)
+    model.ends_early = False  # while other ranks' tokens may still come by
     return model
 
 
@@ -123,6 +125,16 @@ def combine(rows: torch.Tensor, handle: Handle) -> torch.Tensor:
     they are, sorted as there."""
     here = rows[handle.back]
     return regions.all_to_all(here, handle.taken, handle.given, handle.group)
+
+
+def _apart(experts: Experts, group: dist.ProcessGroup) -> None:
+    """Raise ValueError where ranks of the group have slices of the same experts: they would add up different ones."""
+    ranks = set(dist.get_process_group_ranks(group))
+    marks = [mark for module in experts.modules() for mark in getattr(module, "marks", {}).values()]
+    for each in {axis for mark in marks for axis in mark.cut}:
+        if len(both := ranks & set(dist.get_process_group_ranks(each))) > 1:
+            raise ValueError(f"ranks {sorted(both)} have slices of the same experts, which tensor.cut has cut: spread "
+                             "experts over ranks with the same slices, or leave them whole, tensor.cut(…, etp=1)")
 
 
 @torch.no_grad()

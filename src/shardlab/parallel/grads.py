@@ -149,6 +149,7 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     if not norm_type >= 1:
         raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
     _check_context(model)
+    _check_experts(model)
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")

@@ -43,7 +43,8 @@ class _CrossEntropy(torch.autograd.Function):
         mine = (labels >= rows.start) & (labels < rows.stop)
         index = (labels - rows.start).where(mine, 0).unsqueeze(-1)
         target = z.gather(-1, index).squeeze(-1).where(mine, 0).to(precise)
-        total = torch.cat([exps.sum(-1) for _, exps in _exponentials(z, top, held)])
+        # the first of no tokens, so that there is something to join where there are none
+        total = torch.cat([target[:0], *(exps.sum(-1) for _, exps in _exponentials(z, top, held))])
         total, target = ops.all_reduce(torch.stack([total, target]), group=group)
         ctx.save_for_backward(z, top, total, index, mine)
         ctx.held = held

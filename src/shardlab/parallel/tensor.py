@@ -61,6 +61,8 @@ def cut(model: Transformer, group: dist.ProcessGroup, sequence_parallel: Mode = 
         raise ValueError("this model is cut already: cut the plain one")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
+    if grads.spread(model):
+        raise ValueError("this model's experts lie on several ranks already: tensor.cut it before expert.cut")
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise ValueError("this model is quantised: cut the plain one, then quantise each part")
     tied = model.lm_head.weight is model.embed_tokens.weight
@@ -183,7 +185,8 @@ class VocabParallelHead(Head):
             check_tokens(labels[labels != IGNORED], self.vocab)
         (logits,) = enter(h, [self], self.group, self.mode if shape else False)
         if shape:
-            logits = unpad(logits.view(-1, logits.shape[-1]), shape.numel()).view(*shape, -1)
+            logits = unpad(logits.view(-1, logits.shape[-1]), shape.numel())
+            logits = logits.view(*shape, logits.shape[-1])
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels, self.rows, self.group, valid)
         return gather_from(logits, self.group)[..., : self.vocab]
@@ -191,7 +194,7 @@ class VocabParallelHead(Head):
     def whole(self, stream: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         if not self.mode:
             return stream
-        return unpad(gather_from(stream, self.group, 0), shape.numel()).view(*shape, -1)
+        return unpad(gather_from(stream, self.group, 0), shape.numel()).view(*shape, stream.shape[-1])
 
 
 def check_tokens(tokens: torch.Tensor, vocab: int) -> None:
