@@ -127,8 +127,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(own: Tensors, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensors]]:
-    """(A rank, its tensors), of all ranks, this one's first: the next are under way while
-    a caller has those."""
+    """(A rank, its tensors), of all ranks, this one's first: the next are under way
+    while a caller has those."""
     r, p, held = group.rank(), group.size(), own
     for step in range(p):
         coming = _pass_on(held, group, "keys and values") if step < p - 1 else None
