@@ -153,14 +153,15 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
-    # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same, and one
-    # whose own experts are frozen
+    # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same. What is
+    # frozen is so on all ranks, but for experts, of which each has its own
     every, pipeline = list(_parameters(model)), _pipeline(model)
     join = torch.maximum if largest else torch.add
     total = torch.zeros((), dtype=torch.float64, device=every[0][1].device if every else None)
     with phase("clip"):
         for spread in (False, True):  # experts lie over other groups than the rest: two sums
-            some = [groups for _, _, own, groups in every if own.spread is spread]
+            some = [groups for _, parameter, own, groups in every
+                    if own.spread is spread and (spread or parameter.requires_grad)]
             axes = dict.fromkeys(group for groups in some for group in groups if group not in pipeline)
             part = torch.zeros_like(total)
             for piece in pieces(model):
