@@ -91,7 +91,8 @@ def pages_of(site):
     return sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.parent.name in ("book", "labs"))
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.more), 390])
+@pytest.mark.more
+@pytest.mark.parametrize("width", [1280, 390])
 def test_pages_are_whole_in_a_browser(site, serve_folder, browser, width):
     home = serve_folder(site)
     for name in pages_of(site):

@@ -43,7 +43,8 @@ def test_a_cut_model_is_the_plain_one(pool, sizes, p):
     check(pool(p).run(compare, sizes))
 
 
-@pytest.mark.parametrize("sizes,p", FEWER)
+@pytest.mark.more
+@pytest.mark.parametrize("sizes,p", RUNS)
 def test_by_adamw_too(pool, sizes, p):
     check(pool(p).run(compare, sizes, optimizer="adamw"))
 
