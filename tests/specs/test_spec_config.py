@@ -277,3 +277,10 @@ def test_a_spec_without_frequencies_is_refused(changes, said):
     sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 96, "vocab": 101}
     with pytest.raises(ValueError, match=said):
         ModelSpec(**sizes | changes)
+
+
+def test_of_latent_attention_only_what_rope_turns_has_to_be_even():
+    config = QWEN | EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3"}
+    assert ModelSpec.from_config(config | {"qk_nope_head_dim": 7}).head_dim == 11
+    with pytest.raises(ValueError, match="rope_dim = 3 must be even"):
+        ModelSpec.from_config(config | {"qk_rope_head_dim": 3})

@@ -32,8 +32,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BU
     been seeded. From then on backward sums gradients over the group while it runs, in buckets of `bucket_bytes`; after
     it, call `grads.finish(model)`. To add up several passes, run all but the last inside `no_sync(model)`. A frozen
     parameter has no gradient; nor has one that no rank has used. Experts that are spread over the group (`expert.cut`)
-    are left alone. Raises ValueError on a model that has a data axis, on
-    ranks whose models differ in more than their weights, and from then on in the backward of a loss without `valid`.
+    are left alone. Raises ValueError on a model that has a data axis, on ranks whose models differ in more than their
+    weights, or hold other parts of one, and from then on in the backward of a loss without `valid`.
     """
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis already: replicate the one without")

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm import ops, phase
+from .grads_check import check_tokens, inside
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ def finish(model: nn.Module) -> None:
     cut over ranks that no data axis takes in, and where experts have the gradients of more or fewer ranks' tokens than
     the rest of the model.
     """
-    _check_context(model)
-    _check_experts(model)
+    check_tokens(model, marks(model).values())
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
             for name, parameter, own, _ in _trained(model):
@@ -90,31 +90,6 @@ def finish(model: nn.Module) -> None:
             for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
                 gradient.finished = gradient._version  # type: ignore[attr-defined]
-
-
-def _check_context(model: nn.Module) -> None:
-    """Raise RuntimeError where ranks that share a sequence have parts of the gradients that nothing sums."""
-    context, reducer = getattr(model, "context", None), getattr(model, "reducer", None)
-    if context is not None and (reducer is None or not _inside(context.group, (reducer.group,))):
-        axis = "there is no data axis" if reducer is None else (
-            f"the data axis has ranks {dist.get_process_group_ranks(reducer.group)}")
-        raise RuntimeError(f"the sequence is cut over ranks {dist.get_process_group_ranks(context.group)}, each of "
-                           f"which has the gradients of its own tokens, and {axis}, which has to sum them: give the "
-                           "model one over these ranks too, data.replicate(model, dp_cp) or zero.shard")
-
-
-def _check_experts(model: nn.Module) -> None:
-    """Raise RuntimeError where experts and the rest would be trained on different tokens."""
-    known, reducer = marks(model).values(), getattr(model, "reducer", None)
-    data = 1 if reducer is None else reducer.group.size()
-    tensor = max((math.prod(group.size() for group in each.cut) for each in known if not each.spread), default=1)
-    for each in known:
-        copies = 1 if each.partial is None else each.partial.size()
-        if each.spread and (over := copies * math.prod(group.size() for group in each.cut)) != data * tensor:
-            raise RuntimeError(f"experts lie on {over} ranks, {copies} of them with the same ones, and the rest of the "
-                               f"model on {data * tensor}, {data} of them replicas: data.replicate or zero.shard the "
-                               "model over all ranks with tokens of their own, and give expert.cut as `replicas` the "
-                               "group of those that have the same experts")
 
 
 def marks(model: nn.Module) -> dict[nn.Parameter, Mark]:
@@ -143,13 +118,12 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 
     Each number counts once, however many ranks hold it. Every rank calls it, after `finish`. `norm_type` is p of
     (Σ |g|^p)^(1/p), or inf for the largest |g|. What is nan or infinite on one rank makes it so on all, even where
-    another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish` and where that
-    raises it for a cut sequence.
+    another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish`, and where that
+    raises it for a cut sequence or experts.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
-    _check_context(model)
-    _check_experts(model)
+    check_tokens(model, marks(model).values())
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
@@ -179,7 +153,7 @@ def _share(piece: Piece, axes: Iterable[dist.ProcessGroup], norm_type: float, su
         raise RuntimeError(f"this rank has a part of the gradient of {piece.name}: call grads.finish(model) first")
     own = _power(piece.gradient, norm_type)
     alike = [group for group in axes if group not in piece.groups]
-    alike += [piece.mark.partial] if piece.mark.partial and _inside(piece.mark.partial, piece.groups) else []
+    alike += [piece.mark.partial] if piece.mark.partial and inside(piece.mark.partial, piece.groups) else []
     # of what is not finite this leaves nan
     return own * 0 if any(group.rank() for group in alike) else own
 
@@ -254,9 +228,3 @@ def _pipeline(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
     """The group over which the model's layers are cut, if they are."""
     pipeline = getattr(model, "pipeline", None)
     return () if pipeline is None else (pipeline.group,)
-
-
-def _inside(some: dist.ProcessGroup, groups: tuple[dist.ProcessGroup, ...]) -> bool:
-    """Whether one of the groups has all these ranks, so that what is summed over it has been over them."""
-    ranks = set(dist.get_process_group_ranks(some))
-    return any(ranks <= set(dist.get_process_group_ranks(group)) for group in groups)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .attention import Compressed, Latent, grouped
-from .check import flag, number, whole
 from .config import load_config, read_config
 from .experts import Experts, feed_forward
+from .model_check import check_sizes
 from .rope import RopeScaling
 from .tensor import TensorSpec, linear, norm
 
@@ -70,45 +70,7 @@ class ModelSpec:
     gated: bool = True
 
     def __post_init__(self):
-        for size in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
-            whole(size, getattr(self, size))
-        for choice in ("tied", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "sinks", "learned_positions",
-                       "layer_norm", "gated"):
-            flag(choice, getattr(self, choice))
-        for size in ("norm_eps", "rope_theta"):
-            number(size, getattr(self, size))
-        for field, kind in (("rope_scaling", RopeScaling), ("experts", Experts), ("latent", Latent),
-                            ("compressed", Compressed)):
-            if not isinstance(getattr(self, field), kind | None):
-                raise ValueError(f"{field} must be a {kind.__name__} or None, not {getattr(self, field)!r}")
-        self._check_heads()
-        self._check_layers()
-
-    def _check_heads(self) -> None:
-        if self.rope_theta <= 1:
-            raise ValueError(f"rope_theta = {self.rope_theta:g} must be above 1: RoPE's frequencies are its powers")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.kv_heads} KV heads don't divide {self.heads} heads: each serves equally many")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} must be even: RoPE turns pairs of numbers")
-        if self.latent and self.compressed:
-            raise ValueError("attention is latent or compressed, not both")
-        if self.compressed and self.heads % self.compressed.out_groups:
-            raise ValueError(f"out_groups = {self.compressed.out_groups} doesn't divide {self.heads} heads")
-
-    def _check_layers(self) -> None:
-        whole("mtp", self.mtp, 0)
-        whole("windowed_layers", self.windowed_layers, 0)
-        if self.window is not None:
-            whole("window", self.window)
-        if bool(self.windowed_layers) != bool(self.window):
-            raise ValueError(f"window = {self.window} and windowed_layers = {self.windowed_layers}: give both or none")
-        groups = {"windowed_layers": self.windowed_layers,
-                  "first_dense": self.experts.first_dense if self.experts else 0,
-                  "layers of compressed.ratios": sum(n for _, n in self.compressed.ratios) if self.compressed else 0}
-        for name, some in groups.items():
-            if some > self.layers:
-                raise ValueError(f"{name} = {some} are more than the model's {self.layers} layers")
+        check_sizes(self)
 
     @classmethod
     def from_config(cls, source: str | Path | dict[str, Any]) -> ModelSpec:
