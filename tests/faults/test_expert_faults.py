@@ -398,3 +398,20 @@ def low(group, stage):
 def test_experts_of_16_bits_have_copies_of_32(pool, stage):
     for first, last, masters in pool(2).run(low, stage):
         assert masters and last > 4 * max(first, 1), (first, last)
+
+
+def one_has_nothing_to_train(group):
+    """Nothing before the experts is trained, and of them the last alone, which the last rank has."""
+    twin = expert.cut(model_of(), group)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_("mlp.experts.3." in name and name.startswith("layers.1."))
+    data.replicate(twin, group)
+    tokens = torch.randint(0, 31, (2, 6), generator=torch.Generator().manual_seed(group.rank()))
+    twin.loss(tokens, tokens.roll(-1, 1), 24).backward()
+    grads.finish(twin)
+    return [float(p.grad.abs().sum()) for p in twin.parameters() if p.requires_grad]
+
+
+def test_e1_a_rank_whose_experts_are_frozen_hands_gradients_back_all_the_same(pool):
+    first, second = pool(2).run(one_has_nothing_to_train)
+    assert first == [] and len(second) == 3 and min(second) > 0
