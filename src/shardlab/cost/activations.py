@@ -14,7 +14,7 @@ from typing import Any
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of, padded
 from ..specs.check import recompute_mode, whole
-from ..specs.layout import layout_of, served
+from ..specs.layout import served, staged
 from .bill import Bill, Row
 from .saved import Device, Saved, Term
 
@@ -126,7 +126,7 @@ def activations(spec: ModelSpec, layout: Layout | None = None, *, batch: int, se
     vocabulary the loss keeps 8 B less where it is given `valid`. Raises ValueError on sizes below 1, on an unknown
     dtype, mode or device, on a layout that `spec` doesn't allow and on compressed attention.
     """
-    layout, kept = layout_of(layout), dtype_of(dtype)
+    layout, kept = staged(layout), dtype_of(dtype)
     layout.check(spec)
     if spec.compressed:
         raise ValueError(f"{spec.name} has compressed attention: what it keeps for backward is not known here")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..specs import Layout, ModelSpec, dtype_of, padded
 from ..specs.attention import Latent
 from ..specs.check import whole
-from ..specs.layout import layout_of
+from ..specs.layout import staged
 
 
 def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16"
@@ -25,7 +25,7 @@ def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf
     entry a token. Windowed layers don't grow. Raises ValueError on an unknown dtype and
     like `memory`.
     """
-    layout = layout_of(layout)
+    layout = staged(layout)
     layout.check(spec)
     grows = _growth(spec, layout, dtype)
     return grows if layout.cp == 1 else grows / layout.cp
@@ -39,7 +39,7 @@ def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: 
     `kv_per_token`.
     """
     whole("tokens", tokens)
-    layout = layout_of(layout)
+    layout = staged(layout)
     layout.check(spec)
     if layout.cp > 1:
         if spec.compressed or spec.window:

@@ -15,7 +15,7 @@ from functools import reduce
 
 from ..specs import Layout, ModelSpec, format_of
 from ..specs.check import flag, whole
-from ..specs.layout import layout_of
+from ..specs.layout import staged
 from ..specs.model import GROUPS
 from ..specs.rows import BUCKET
 from .data_rows import DataRows
@@ -51,7 +51,7 @@ def memory(spec: ModelSpec, layout: Layout | None = None, dtype: str = "fp32", t
     flag("training", training)
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
-    layout, form = layout_of(layout), format_of(dtype)
+    layout, form = staged(layout), format_of(dtype)
     layout.check(spec, redundant)
     if redundant and (training or layout.zero):
         raise ValueError(f"redundant = {redundant}: copies of experts are for serving; training has its gradients to "

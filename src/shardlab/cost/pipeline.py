@@ -16,7 +16,7 @@ from ..schedule import Action, Orders, computing, placement, size
 from ..schedule import check as check_schedule
 from ..specs import Layout, ModelSpec
 from ..specs.check import whole as whole_number
-from ..specs.layout import layout_of
+from ..specs.layout import staged
 from .activations import activations
 from .bill import Bill, Row
 from .memory import memory
@@ -158,7 +158,7 @@ def pipeline(spec: ModelSpec, orders: Orders, *, batch: int, seq: int, layout: L
     that is no Llama, and for such a one where backward is split in I and W.
     """
     check_schedule(orders)
-    layout = layout_of(layout)
+    layout = staged(layout)
     if layout.dp > 1:
         raise ValueError(f"dp = {layout.dp}: this is the bill of one replica's pipeline; leave the data axis out")
     if layout.cp > 1 or layout.spreads:

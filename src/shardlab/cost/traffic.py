@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..specs import Dtype, Layout, ModelSpec, dtype_of
 from ..specs.check import flag, recompute_mode, whole
-from ..specs.layout import layout_of
+from ..specs.layout import staged
 from ..specs.rows import BUCKET
 from ..specs.units import binary
 from .bill import Bill, Row
@@ -119,7 +119,7 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
-    layout, kept = layout_of(layout), dtype_of(dtype)
+    layout, kept = staged(layout), dtype_of(dtype)
     layout.check(spec)
     _check_known(spec, layout, loop)
     for name, choice in (("backward", backward), ("start", start), ("clip", clip), ("loop", loop)):
@@ -157,7 +157,7 @@ def heads_traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: 
     §3.1): four all-to-alls a layer each way. A formula with no run behind it; for the ring, take the calls of the axis
     "cp" of `traffic`. Raises ValueError where the ranks don't share out the heads, on windowed and on compressed
     attention, and as `traffic` does."""
-    layout, kept = layout_of(layout), dtype_of(dtype)
+    layout, kept = staged(layout), dtype_of(dtype)
     layout.check(spec)
     if spec.beyond_plain:
         raise ValueError(f"{spec.name} has {spec.beyond_plain}: the traffic of the plain model alone is known")

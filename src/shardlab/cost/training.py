@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..specs import Layout, ModelSpec
-from ..specs.layout import layout_of
+from ..specs.layout import staged
 from ..specs.rows import BUCKET
 from ..specs.units import count, parse_bytes
 from .activations import activations
@@ -31,7 +31,7 @@ def training(spec: ModelSpec, layout: Layout | None = None, *, batch: int, seq: 
     GPU kernels. Gradients on their way through a layer are not counted, nor what the allocator loses between blocks.
     Raises ValueError as `memory` and `activations` do, and on a reserve that is no size.
     """
-    layout_of(layout).check(spec)
+    staged(layout).check(spec)
     if spec.learned_positions and seq > spec.max_positions:
         raise ValueError(f"{spec.name} has learned {spec.max_positions:,} positions, too few for {seq:,} tokens")
     bill = memory(spec, layout, dtype, True, optimizer, master, gradients)

@@ -15,6 +15,8 @@ ranks of the data axis too, which sums them. With dp replicas of cp ranks,
     valid = loss.valid_tokens([labels], dp)                 # each label once: over ranks with different data
     model.loss(tokens, labels, valid).backward()            # of the whole sequences, on each of their ranks
     grads.finish(model)
+
+A pipeline is cut behind it: its stages hand on each rank's part of the stream (`execute`).
 """
 
 from __future__ import annotations
@@ -37,10 +39,36 @@ from .rng import ParallelDropout
 from .zigzag import join, share
 
 
+class Own(NamedTuple):
+    """What of a batch is this rank's: tokens (batch, tokens a rank), their places in the sequence, None if they count
+    from 0, and which of them are there, None if all are."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor | None
+    real: torch.Tensor | None
+
+
 class Context(NamedTuple):
     """The ranks that share a sequence."""
 
     group: dist.ProcessGroup
+
+    def own(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, real: torch.Tensor | None = None) -> Own:
+        """This rank's part of whole token ids (batch, seq). In debug mode, raises ValueError on all ranks where one was
+        given others."""
+        seq = tokens.shape[-1]
+        _same(tokens, self.group)
+        if positions is None:
+            positions = torch.arange(seq, device=tokens.device)
+        if real is None and seq % (2 * self.group.size()):
+            real = torch.ones_like(tokens, dtype=torch.bool)
+        return Own(share(tokens, self.group, 0), share(positions, self.group, 0),
+                   None if real is None else share(real, self.group, False))
+
+    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's of whole labels (batch, seq); padding has none."""
+        _same(labels, self.group)
+        return share(labels, self.group, IGNORED)
 
 
 def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
@@ -56,8 +84,7 @@ def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     if hasattr(model, "context"):
         raise ValueError("this model's sequence is cut already: cut the one without")
     if hasattr(model, "pipeline"):
-        raise ValueError("this model has a pipeline, whose stages hand on whole sequences: cut its layers, its "
-                         "sequence or, with tensor.cut, both, but not a pipeline's sequence")
+        raise ValueError("this model has a pipeline, and here some of its layers: context.cut it before pipeline.cut")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis already: cut the sequence first, then replicate or shard the "
                          "model over all ranks that have tokens of their own")
@@ -94,15 +121,8 @@ class CutTransformer(Transformer):
         if cache is not None:
             raise ValueError("a cut sequence has no KV cache: generate(…, cached=False) computes all tokens again, or "
                              "take the plain model to generate")
-        group, seq = self.context.group, tokens.shape[-1]
-        _same(tokens, group)
-        if positions is None:
-            positions = torch.arange(seq, device=tokens.device)
-        if real is None and seq % (2 * group.size()):
-            real = torch.ones_like(tokens, dtype=torch.bool)
-        if real is not None:
-            real = share(real, group, False)
-        return super().stream(share(tokens, group, 0), share(positions, group, 0), None, routed, real)
+        own = self.context.own(tokens, positions, real)
+        return super().stream(own.tokens, own.positions, None, routed, own.real)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, cache: KVCache | None = None
@@ -131,7 +151,7 @@ class CutTransformer(Transformer):
             raise ValueError(f"every token has a label: tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}")
         group = self.context.group
         chosen: list[Routing] = []
-        _same(labels, group)
+        own = self.context.own_labels(labels)
         reducer = getattr(self, "reducer", None)
         if valid is None and torch.is_grad_enabled() and reducer is not None and reducer.group.size() > group.size():
             raise ValueError(f"gradients are summed over {reducer.group.size()} ranks, {group.size()} of which share a "
@@ -139,7 +159,7 @@ class CutTransformer(Transformer):
                              "over the ranks dp that have different data")
         among = int((labels != IGNORED).sum()) if valid is None else valid
         stream = self.stream(tokens, routed=chosen, real=real)
-        loss = self.lm_head(stream, share(labels, group, IGNORED), among, self._shape(tokens))
+        loss = self.lm_head(stream, own, among, self._shape(tokens))
         if routed is not None:
             routed += chosen
         if not (self.rules.balance and chosen):

@@ -19,9 +19,11 @@ from ..model.router import Routing
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
 from .agreement import agree
+from .context import Own
 from .data import no_sync
 from .deferred import Deferred, deferring
 from .pipeline import Pipeline, Stage
+from .zigzag import join
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels (batch, seq)
 Key = tuple[str, int, int]  # what F or B of a stage has made of a micro-batch
@@ -39,7 +41,8 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
     every rank, the loss of them all: their sum ÷ `valid`, which is the number of their labels if it is None; see
     `head.cross_entropy`. Gradients add up in the parameters: call `grads.finish(model)` after the last `run` of a step.
     Of a mixture of experts, the load-balance losses of all stages are in it; what the layers here have chosen is added
-    to `routed`, and `real` are, for each micro-batch, the tokens that are there: see `Transformer.loss`.
+    to `routed`, and `real` are, for each micro-batch, the tokens that are there: see `Transformer.loss`. Where
+    the sequence is cut too, micro-batches are given whole, and the loss is this rank's tokens', all ranks' sum.
     Raises ValueError where the schedule is not right (`schedule.check`), is for other stages than the model was cut
     for, or for another number of micro-batches, where a micro-batch has not a label for every token, and where a data
     axis sums the gradients and `valid`, which only its ranks know together, is not given; in debug mode also where
@@ -60,10 +63,15 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
         valid = sum(int((labels != IGNORED).sum()) for _, labels in parts)
     total = parts[0][0].new_zeros((), dtype=torch.float64) if parts else torch.zeros((), dtype=torch.float64)
     balances = model.spec.experts is not None and model.rules.balance > 0
+    if real is not None and [each.shape for each in real] != [tokens.shape for tokens, _ in parts]:
+        raise ValueError(f"real has {[tuple(each.shape) for each in real]}, the micro-batches "
+                         f"{[tuple(tokens.shape) for tokens, _ in parts]}: give a bool for each token")
+    context = getattr(model, "context", None)
+    mine = [_own(model, tokens, None if real is None else real[i]) for i, (tokens, _) in enumerate(parts)]
 
     def loss(i: int, stream: torch.Tensor) -> torch.Tensor:
-        tokens, labels = parts[i]
-        each = model.lm_head(stream, labels, valid, tokens.shape)
+        labels = parts[i][1] if context is None else context.own_labels(parts[i][1])
+        each = model.lm_head(stream, labels, valid, mine[i].tokens.shape)
         total.add_(each.detach())
         return each
 
@@ -81,7 +89,7 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
         batch = [each.cpu().numpy().tobytes() for part in (*parts, real or ()) for each in part]
         agree(b"".join([plan, *batch]), model.pipeline.group, "runs")  # type: ignore
     with no_sync(model), nullcontext() if trains else torch.no_grad():  # a data axis sums in grads.finish
-        pipeline = _execute(model, orders, [tokens for tokens, _ in parts], loss, aside, real)
+        pipeline = _execute(model, orders, mine, loss, aside)
     if pipeline.group.size() == 1:
         return total
     if balances:  # each rank has a part of the loss
@@ -102,16 +110,25 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
     if backward(orders):
         raise ValueError("logits are for inference, and this schedule has backward passes: take schedule.forward_only")
 
+    mine, context = [_own(model, tokens) for tokens in parts], getattr(model, "context", None)
+
     def keep(i: int, stream: torch.Tensor) -> torch.Tensor:
-        out[i] = model.lm_head(stream, shape=parts[i].shape)
+        each = model.lm_head(stream, shape=mine[i].tokens.shape)
+        out[i] = each if context is None else join(each, context.group, parts[i].shape[-1])
         return out[i]
 
-    pipeline = _execute(model, orders, parts, keep)
+    pipeline = _execute(model, orders, mine, keep)
     return [out[i] for i in range(len(parts))] if pipeline.count - 1 in pipeline.mine else None
 
 
-def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor], end: End, aside: Aside = lambda _: None,
-             real: Sequence[torch.Tensor] | None = None) -> Pipeline:
+def _own(model: Transformer, tokens: torch.Tensor, real: torch.Tensor | None = None) -> Own:
+    """What of a micro-batch runs here: all of it, or this rank's part of its sequences."""
+    context = getattr(model, "context", None)
+    return Own(tokens, None, real) if context is None else context.own(tokens, real=real)
+
+
+def _execute(model: Transformer, orders: Orders, parts: Sequence[Own], end: End, aside: Aside = lambda _: None
+             ) -> Pipeline:
     """Do this rank's list. `end(i, stream)` is what the last stage makes of micro-batch i's stream,
     `aside(routed)` what a stage adds to the loss for what its experts were chosen for."""
     pipeline: Pipeline | None = getattr(model, "pipeline", None)
@@ -123,10 +140,7 @@ def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor], 
                          f"{pipeline.stages}: give pipeline.cut the schedule that it is to run")
     if size(orders)[1] != len(parts):
         raise ValueError(f"the schedule is for {size(orders)[1]} micro-batches, and there are {len(parts)}")
-    if real is not None and [each.shape for each in real] != [each.shape for each in parts]:
-        raise ValueError(f"real has {[tuple(each.shape) for each in real]}, the micro-batches "
-                         f"{[tuple(each.shape) for each in parts]}: give a bool for each token")
-    own = _Rank(model, pipeline, orders[pipeline.group.rank()], parts, end, aside, real)
+    own = _Rank(model, pipeline, orders[pipeline.group.rank()], parts, end, aside)
     for action in own.order:
         own.do[action.kind](action)
     own.close()
@@ -136,10 +150,10 @@ def _execute(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor], 
 class _Rank:
     """What a rank holds while it does its list."""
 
-    def __init__(self, model: Transformer, pipeline: Pipeline, order: Sequence[Action], parts: Sequence[torch.Tensor],
-                 end: End, aside: Aside, real: Sequence[torch.Tensor] | None):
+    def __init__(self, model: Transformer, pipeline: Pipeline, order: Sequence[Action], parts: Sequence[Own], end: End,
+                 aside: Aside):
         self.model, self.pipeline, self.order, self.parts = model, pipeline, order, parts
-        self.end, self.aside, self.real = end, aside, real
+        self.end, self.aside = end, aside
         self.do = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights, "send F": self.send,
                    "send B": self.send, "recv F": self.recv, "recv B": self.recv}
         self.split = {(a.stage, a.microbatch) for a in order if a.kind == "I"}  # whose backward is in two halves
@@ -170,10 +184,10 @@ class _Rank:
 
     def compute(self, stage: Stage, x: torch.Tensor | None, i: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the stage puts out, and its part of the loss beside that."""
-        model, tokens, chosen = self.model, self.parts[i], list[Routing]()
+        model, (tokens, positions, real), chosen = self.model, self.parts[i], list[Routing]()
         x = model.embed_tokens(tokens) if x is None else x
         layers = (model.layers[str(layer)] for layer in stage.layers)  # type: ignore[call-overload]
-        x = model.through(layers, x, tokens.shape, routed=chosen, real=None if self.real is None else self.real[i])
+        x = model.through(layers, x, tokens.shape, positions, routed=chosen, real=real)
         return self.end(i, model.norm(x)) if stage.last else x, self.aside(chosen)
 
     def backward(self, action: Action) -> None:
@@ -205,7 +219,7 @@ class _Rank:
     def recv(self, action: Action) -> None:
         what = kind, number, i = action.kind[-1], action.stage, action.microbatch
         source = self.pipeline.rank_of(number)
-        room = self.pipeline.stream(self.model, self.parts[i])
+        room = self.pipeline.stream(self.model, self.parts[i].tokens)
         with _toward(kind):
             self.coming[what] = recv(room, source, self.pipeline.group, async_op=True, tag=_told(kind, number, i))
 

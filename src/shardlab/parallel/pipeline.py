@@ -77,7 +77,7 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
         weights: Sequence[float] | None = None) -> Transformer:
     """Take away the layers that other ranks of the group have, in place, and return the model.
 
-    Every rank calls it, on a plain model or one cut over a tensor axis, whole or on the meta device. `orders` is the
+    Every rank calls it, on a plain model or one cut over other axes, whole or on the meta device. `orders` is the
     schedule that it will run: which stages a rank has can be read from it; without one, rank r has stage r. Stages get
     layers by `weights`, see `specs.stages.split`; what is left keeps the whole model's names. Then make the optimizer,
     train with `execute.run`, and call `grads.finish(model)`. A tied embedding that first and last stage need is on both
@@ -90,9 +90,6 @@ def cut(model: Transformer, group: dist.ProcessGroup, orders: Orders | None = No
     """
     if hasattr(model, "pipeline"):
         raise ValueError("this model has a pipeline already: cut the one without")
-    if hasattr(model, "context"):
-        raise ValueError("this model's sequence is cut, and a pipeline's stages hand on whole sequences: cut the one "
-                         "or the other")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis, which holds its parameters: cut it before that")
     if any(parametrize.is_parametrized(module) for module in model.modules()):

@@ -23,14 +23,9 @@ def refuse(model: Transformer, optimizer: optim.Optimizer, stage: int) -> None:
         raise ValueError(f"ZeRO has stages 1, 2 and 3, not {stage!r}")
     if hasattr(model, "reducer"):
         raise ValueError("this model has a data axis already: shard the one without")
-    if (pipeline := getattr(model, "pipeline", None)) is not None:
-        if stage > 1:
-            raise ValueError(f"ZeRO-{stage} reduce-scatters gradients in every backward pass, which with a pipeline is "
-                             "once for each micro-batch: take stage 1, which does so once a step")
-        if pipeline.shares_ends:
-            raise ValueError("first and last rank of the pipeline each have a part of the tied embedding's gradient, "
-                             "and ZeRO would leave them different slices of it: untie it, take data.replicate, or a "
-                             "schedule with first and last stage on one rank, such as dualpipe_v")
+    if hasattr(model, "pipeline") and stage > 1:
+        raise ValueError(f"ZeRO-{stage} reduce-scatters gradients in every backward pass, which with a pipeline is "
+                         "once for each micro-batch: take stage 1, which does so once a step")
     kind = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
         raise ValueError(f"the ranks would step slices, which cut through matrices, and {kind} may look at a whole one "

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 from .action import Action, B, F, I, W
-from .limits import at_least, multiple, whole
+from .limits import sized
 from .transfers import with_transfers
 
 Stream = tuple[int, int]  # the stage that this rank does for it, its first micro-batch
@@ -21,8 +21,7 @@ Stream = tuple[int, int]  # the stage that this rank does for it, its first micr
 
 def dualpipe_v(ranks: int, microbatches: int) -> list[list[Action]]:
     """DualPipeV: rank r has stages r and 2 · ranks − 1 − r. Raises ValueError below two micro-batches a rank."""
-    whole(ranks=ranks, microbatches=microbatches)
-    at_least("microbatches", microbatches, 2 * ranks, "two for each rank, with which DualPipeV fills")
+    sized("dualpipe_v", ranks, microbatches)
     return with_transfers([_steps(ranks, microbatches, rank, (rank, 0), (2 * ranks - 1 - rank, 0))
                            for rank in range(ranks)])
 
@@ -32,10 +31,7 @@ def dualpipe(ranks: int, microbatches: int) -> list[list[Action]]:
 
     Raises ValueError where ranks or micro-batches are odd, and below two micro-batches a rank.
     """
-    whole(ranks=ranks, microbatches=microbatches)
-    multiple("ranks", ranks, 2, "and DualPipe's are in pairs")
-    at_least("microbatches", microbatches, 2 * ranks, "two for each rank, with which DualPipe fills")
-    multiple("microbatches", microbatches, 2, "and DualPipe sends half from each end")
+    sized("dualpipe", ranks, microbatches)
     half, orders = microbatches // 2, []
     for rank in range(ranks):
         down, up = (rank, 0), (ranks - 1 - rank, half)

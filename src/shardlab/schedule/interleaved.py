@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .action import Action, B, F
-from .limits import multiple, whole
+from .limits import sized
 from .transfers import with_transfers
 
 
@@ -13,8 +13,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> list[list[Act
     Micro-batches go in rounds of as many as there are ranks: a round through a rank's first stage, then through its
     second, and so on. Raises ValueError where `microbatches` is no multiple of `ranks`, naming the nearest that are.
     """
-    whole(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    multiple("microbatches", microbatches, ranks, "the number of ranks, which interleaved 1F1B works in rounds of")
+    sized("interleaved", ranks, microbatches, chunks)
     total, orders = microbatches * chunks, []
     for rank in range(ranks):
         def forward(k: int, rank: int = rank) -> Action:

@@ -1,4 +1,4 @@
-"""For which sizes a schedule is defined."""
+"""For which sizes each schedule is defined: known before any list is made."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ def whole(**sizes: int) -> None:
             raise TypeError(f"{name} must be a whole number, not {value!r}")
         if value < 1:
             raise ValueError(f"{name} = {value}: give at least 1")
+
+
+def sized(name: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise TypeError or ValueError where the schedule of that name is not defined, naming sizes near by that are.
+
+    `chunks` is the number of stages on each rank.
+    """
+    whole(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if name == "interleaved":
+        multiple("microbatches", microbatches, ranks, "the number of ranks, which interleaved 1F1B works in rounds of")
+    elif name == "dualpipe_v":
+        at_least("microbatches", microbatches, 2 * ranks, "two for each rank, with which DualPipeV fills")
+    elif name == "dualpipe":
+        multiple("ranks", ranks, 2, "and DualPipe's are in pairs")
+        at_least("microbatches", microbatches, 2 * ranks, "two for each rank, with which DualPipe fills")
+        multiple("microbatches", microbatches, 2, "and DualPipe sends half from each end")
 
 
 def multiple(name: str, value: int, of: int, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .action import Action, F, I, W
-from .limits import whole
+from .limits import sized
 from .transfers import with_transfers
 
 
@@ -14,7 +14,7 @@ def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
     Rank r, which has r stages before it, puts off its first r W's: they fill its end, while it waits for nobody, and
     let the gradients that others wait for go ahead.
     """
-    whole(ranks=ranks, microbatches=microbatches)
+    sized("zero_bubble", ranks, microbatches)
     orders = []
     for rank in range(ranks):
         ahead, order = min(ranks - rank - 1, microbatches), []
