@@ -4,7 +4,8 @@
     train(model, optimizer, Batches(tokens, seq=128, batch=32, accumulation=2), range(100), data=group)
 """
 
+from . import log, rates
 from .data import Batches, text
 from .loop import Step, step, train
 
-__all__ = ["Batches", "Step", "step", "text", "train"]
+__all__ = ["Batches", "Step", "log", "rates", "step", "text", "train"]

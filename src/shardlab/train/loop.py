@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,14 @@ from ..comm import ops
 from ..model.head import IGNORED
 from ..model.router import Routing
 from ..model.transformer import Transformer
-from ..parallel import balance, execute, grads
+from ..parallel import balance, execute, grads, rng
 from ..parallel.data import no_sync
 from ..parallel.loss import valid_tokens
+from ..specs.units import binary
+from . import rates
 from .data import MicroBatch
+from .log import Log
+from .memory import held
 
 
 class Step(NamedTuple):
@@ -41,16 +46,24 @@ class Step(NamedTuple):
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int, int, int], Sequence[MicroBatch]],
           steps: Iterable[int], data: dist.ProcessGroup | None = None, max_norm: float = 1.0,
-          progress: bool = True, orders: execute.Orders | None = None, bias_rate: float | None = None) -> list[Step]:
+          progress: bool = True, orders: execute.Orders | None = None, bias_rate: float | None = None, *, seed: int = 0,
+          rate: Callable[[int], float] | None = None, log: str | Path | None = None,
+          after: Callable[[int, Step], object] | None = None) -> list[Step]:
     """Run the `steps`, numbers such as range(100), in training mode; returns what each came to.
 
     Every rank calls it. `data` is the group that the model is replicated or sharded over, None if it is not.
     `batches(step, coordinate, size)` are the micro-batches of one rank on the data axis, the same number on all: a
     `Batches`, or a function. Ranks that share a sequence, neighbours on that axis, have one coordinate. `orders` is the
-    schedule that a model cut over a pipeline runs, for as many of them. The first rank shows the progress. With a
-    `bias_rate`, about 0.001, each step moves the experts' biases towards even loads: see `balance.even`. Raises
-    ValueError where the model's data axis is another than `data`, where the optimizer lacks a trained parameter or has
-    one of another model, on a schedule without backward, on a step without labels, and as `execute.run` and
+    schedule that a model cut over a pipeline runs, for as many of them. With a `bias_rate`, about 0.001, each step
+    moves the experts' biases towards even loads: see `balance.even`.
+
+    What a step draws at random depends on `seed`, its number and the rank's place alone (`rng.seed`), and its rates are
+    `rate(number)` times the groups' initial ones (`rates`): a run taken up at a step goes on as if it had never ended.
+    The first rank shows the progress, and writes a line for each step to the file `log` (`log.Log`). `after(number,
+    step)` is called on every rank after each step: to save, say.
+
+    Raises ValueError where the model's data axis is another than `data`, where the optimizer lacks a trained parameter
+    or has one of another model, on a schedule without backward, on a step without labels, and as `execute.run` and
     `balance.even` do.
     """
     _check(model, optimizer, data)
@@ -60,18 +73,40 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
         raise ValueError("this schedule has no backward passes, and would train nothing: forward_only is to evaluate")
     coordinate, size = (0, 1) if data is None else (x // _sharers(model) for x in (data.rank(), data.size()))
     model.train()
-    shows = progress and not (dist.is_initialized() and dist.get_rank())
-    done = []
-    with tqdm(steps, unit="step", disable=not shows) as bar:
+    first = not (dist.is_initialized() and dist.get_rank())
+    written = Log(log) if first and log is not None else None
+    done: list[Step] = []
+    with tqdm(steps, unit="step", disable=not (first and progress)) as bar:
         for number in bar:
             start = time.perf_counter()
+            rng.seed(model, seed, coordinate, number)
+            if rate is not None:
+                rates.apply(optimizer, rate(number))
             done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm, orders, bias_rate))
-            now = done[-1]
-            rate = now.tokens / (time.perf_counter() - start)
-            busiest = f", busiest expert {now.skew:.2f} × mean" if now.loads else ""
-            bar.set_postfix_str(f"loss {now.loss:.4f}, norm {now.norm:.3g}, {rate:,.0f} tokens/s{busiest}",
-                                refresh=False)
+            if first:
+                told = _record(number, done[-1], time.perf_counter() - start, model, optimizer)
+                bar.set_postfix_str(_postfix(told), refresh=False)
+                if written is not None:
+                    written.write(told)
+            if after is not None:
+                after(number, done[-1])
     return done
+
+
+def _record(number: int, done: Step, seconds: float, model: nn.Module, optimizer: torch.optim.Optimizer
+            ) -> dict[str, Any]:
+    """A step as the log has it."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return {"step": number, "loss": done.loss, "norm": done.norm, "tokens": done.tokens, "seconds": seconds,
+            "tokens_per_second": done.tokens / seconds, "memory": held(device),
+            "lr": float(optimizer.param_groups[0]["lr"]), "skew": done.skew}
+
+
+def _postfix(told: dict[str, Any]) -> str:
+    """What the progress bar says of it."""
+    busiest = f", busiest expert {told['skew']:.2f} × mean" if told["skew"] else ""
+    return (f"loss {told['loss']:.4f}, norm {told['norm']:.3g}, {told['tokens_per_second']:,.0f} tokens/s, "
+            f"{binary(told['memory'], 3)} held{busiest}")
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[MicroBatch],
