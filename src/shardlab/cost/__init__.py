@@ -14,12 +14,17 @@ from .ladder import Plan, ladder
 from .memory import memory
 from .memory_bill import MemoryBill, Part
 from .messages import ALGORITHMS, Message, messages
-from .pipeline import PipelineBill, pipeline, weight_versions
+from .pipeline import PipelineBill, pipeline
+from .pipeline_bill import weight_versions
 from .serve_way import Serve
 from .serving import serving
 from .step import Step
+from .step_time import step_time
+from .step_time_bill import StepTime
+from .step_time_speeds import Speeds
 from .time import (
     Roofline,
+    attention_flops,
     bound,
     bytes_read,
     decode_floor,
@@ -36,10 +41,10 @@ from .training import training
 from .transfers import seconds as transfer_seconds
 
 __all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Dispatch", "Fit", "MemoryBill", "Message", "Part",
-           "PipelineBill", "Plan", "Roofline", "Row", "Serve", "Step", "Timeline", "Times", "TrafficBill", "Train",
-           "activations", "algbw", "bound", "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover",
-           "decode_floor", "dispatch", "fastest", "fit", "forward_flops", "forward_peak", "heads_traffic", "hops",
-           "idle_by_formula", "korthikanti", "kv_cache", "kv_per_token", "ladder", "matmul", "memory", "message_count",
-           "messages", "pipeline", "prefill_floor", "requests_that_fit", "selective_flops", "serial_bytes", "serving",
-           "timeline", "traffic", "training", "training_flops", "transfer_seconds", "utilisation", "weight_versions",
-           "wire"]
+           "PipelineBill", "Plan", "Roofline", "Row", "Serve", "Speeds", "Step", "StepTime", "Timeline", "Times",
+           "TrafficBill", "Train", "activations", "algbw", "attention_flops", "bound", "busbw", "bytes_read",
+           "checkpoint", "collective_seconds", "crossover", "decode_floor", "dispatch", "fastest", "fit",
+           "forward_flops", "forward_peak", "heads_traffic", "hops", "idle_by_formula", "korthikanti", "kv_cache",
+           "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline", "prefill_floor",
+           "requests_that_fit", "selective_flops", "serial_bytes", "serving", "step_time", "timeline", "traffic",
+           "training", "training_flops", "transfer_seconds", "utilisation", "weight_versions", "wire"]

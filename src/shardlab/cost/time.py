@@ -17,17 +17,22 @@ from .memory import memory
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> int:
     """FLOP of a forward pass over `batch` prompts of `tokens` tokens: 2 a token for each parameter that it uses, and
-    2 · layers · tokens² · heads · head_dim for causal attention, half of the square being masked.
+    those of causal attention.
 
     Counts all active parameters, the embedding's too, as is the custom (Kaplan et al., arXiv:2001.08361, §2.1); looking
-    up a row takes no arithmetic. Windowed layers count their window.
+    up a row takes no arithmetic.
     """
+    return whole("batch", batch) * (2 * spec.active * whole("tokens", tokens) + attention_flops(spec, tokens))
+
+
+def attention_flops(spec: ModelSpec, tokens: int) -> int:
+    """FLOP of attention over one prompt of `tokens` tokens, in all layers, without its projections: 2 · layers ·
+    tokens² · heads · head_dim, half of the square being masked. Windowed layers count their window."""
     whole("tokens", tokens)
     window = min(tokens, spec.window or 0)
     seen = tokens**2 * (spec.layers - spec.windowed_layers) + (2 * tokens * window - window**2) * spec.windowed_layers
-    attention = spec.heads * (spec.latent.nope_dim + spec.latent.rope_dim + spec.latent.value_dim if spec.latent
-                              else 2 * spec.head_dim)
-    return whole("batch", batch) * (2 * spec.active * tokens + seen * attention)
+    return seen * spec.heads * (spec.latent.nope_dim + spec.latent.rope_dim + spec.latent.value_dim if spec.latent
+                                else 2 * spec.head_dim)
 
 
 def training_flops(parameters: float, tokens: float) -> float:
