@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from .model import MICROBATCHES, SPEC, Step, adamw, batch, model
+from .model import MICROBATCHES, SEQ, SPEC, Step, adamw, batch, model
 
 
 def ddp(group, zero: bool = False) -> Step:
@@ -34,29 +35,21 @@ def ddp(group, zero: bool = False) -> Step:
 
 def fsdp(group, reshard: bool) -> Step:
     """`reshard`: whether weights are freed between forward and backward, as ZeRO-3 does, or kept, as ZeRO-2 does."""
-    cut, mesh = model(), dist.init_device_mesh("cpu", (group.size(),))
-    for layer in cut.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(cut, mesh=mesh, reshard_after_forward=reshard)
+    cut = _fsdp(model(), dist.init_device_mesh("cpu", (group.size(),)), reshard)
     return _data(cut, adamw(cut.parameters()), group)
 
 
 def dtensor(group, sequence: bool) -> Step:
     """Logits stay cut, by `loss_parallel`."""
-    cut = model()
-    parallelize_module(cut, dist.init_device_mesh("cpu", (group.size(),)), _plan(sequence))
-    optimizer = adamw(cut.parameters())
-    tokens, labels = batch()
+    cut = parallelize_module(model(), dist.init_device_mesh("cpu", (group.size(),)), _plan(sequence))
+    return _tensor(cut, *batch(), group.size())
 
-    def step() -> torch.Tensor:
-        with loss_parallel():
-            loss = F.cross_entropy(cut(tokens).flatten(0, 1), labels.flatten())
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().full_tensor() / group.size()
 
-    return step
+def fsdp_dtensor(group, sequence: bool) -> Step:
+    """FSDP2 over pairs of ranks far apart, each layer cut over neighbours before that."""
+    mesh = dist.init_device_mesh("cpu", (group.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    cut = _fsdp(parallelize_module(model(), mesh["tp"], _plan(sequence)), mesh["dp"], reshard=True)
+    return _tensor(cut, *batch(mesh["dp"].get_local_rank(), mesh["dp"].size()), group.size())
 
 
 class Part(torch.nn.Module):
@@ -70,7 +63,7 @@ class Part(torch.nn.Module):
         self.norm, self.lm_head = (plain.norm, plain.lm_head) if number == count - 1 else (None, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = x.shape[:2]
+        shape = x.shape[0], SEQ  # of the tokens: between stages of cut layers x may be a part of the sequence
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         x = self.through(self.layers, x, shape)
         return x if self.lm_head is None else self.lm_head(self.norm(x))
@@ -78,26 +71,72 @@ class Part(torch.nn.Module):
 
 def piped(group, schedule, chunks: int = 1) -> Step:
     """Stages in the order of ranks, `chunks` on each."""
-    p, rank, tokens_labels = group.size(), group.rank(), batch()
+    p, rank = group.size(), group.rank()
     numbers = [rank + chunk * p for chunk in range(chunks)]
     parts = [Part(number, p * chunks) for number in numbers]
     stages = [PipelineStage(part, number, p * chunks, torch.device("cpu"))
               for part, number in zip(parts, numbers, strict=True)]
+    run = schedule(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=_mean)
+    step = _pipelined(run, adamw([parameter for part in parts for parameter in part.parameters()]))
+    return lambda: step(rank == 0, rank == p - 1)
 
-    def cost(logits, labels):
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    run = schedule(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=cost)
-    optimizer = adamw([parameter for part in parts for parameter in part.parameters()])
-    tokens, labels = tokens_labels
-    first, last = rank == 0, rank == p - 1
+def dtensor_piped(group, sequence: bool) -> Step:
+    """1F1B over pairs of ranks far apart, the layers of each stage cut over neighbours; logits too."""
+    mesh = dist.init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("pp", "tp"))
+    number, tp = mesh["pp"].get_local_rank(), mesh["tp"].size()
+    part = Part(number, 2)
+    names = dict(part.named_modules())
+    parallelize_module(part, mesh["tp"], {name: how for name, how in _plan(sequence).items() if name in names})
+    stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    run = _pipelined(Schedule1F1B(stage, 8, loss_fn=_mean), adamw(part.parameters()))
 
     def step() -> torch.Tensor:
+        with loss_parallel():
+            return run(number == 0, number == 1) / tp
+
+    return step
+
+
+def _fsdp(cut: torch.nn.Module, mesh, reshard: bool) -> torch.nn.Module:
+    for layer in cut.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(cut, mesh=mesh, reshard_after_forward=reshard)
+    return cut
+
+
+def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _pipelined(run, optimizer) -> Callable[[bool, bool], torch.Tensor]:
+    """A step of the schedule `run`, on a rank that has the first stage, the last one, or neither."""
+    tokens, labels = batch()
+
+    def step(first: bool, last: bool) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         run.step(*([tokens] if first else []), **({"target": labels, "losses": losses} if last else {}))
         optimizer.step()
         optimizer.zero_grad()
-        return torch.stack(losses).mean().detach() if last else torch.zeros(())
+        if not last:
+            return torch.zeros(())
+        loss = torch.stack(losses).mean().detach()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    return step
+
+
+def _tensor(cut, tokens: torch.Tensor, labels: torch.Tensor, ranks: int) -> Step:
+    """Of logits that are cut, on so many ranks that have a loss."""
+    optimizer = adamw(cut.parameters())
+
+    def step() -> torch.Tensor:
+        with loss_parallel():
+            loss = _mean(cut(tokens), labels)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().full_tensor() / ranks
 
     return step
 
@@ -106,7 +145,7 @@ def _data(cut, optimizer, group) -> Step:
     tokens, labels = batch(group.rank(), group.size())
 
     def step() -> torch.Tensor:
-        loss = F.cross_entropy(cut(tokens).flatten(0, 1), labels.flatten())
+        loss = _mean(cut(tokens), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -141,4 +180,6 @@ WAYS = {"DDP": ddp, "ZeroRedundancyOptimizer": partial(ddp, zero=True),
         "DTensor TP": partial(dtensor, sequence=False), "DTensor TP+SP": partial(dtensor, sequence=True),
         "pipelining GPipe": partial(piped, schedule=ScheduleGPipe),
         "pipelining 1F1B": partial(piped, schedule=Schedule1F1B),
-        "pipelining interleaved": partial(piped, schedule=ScheduleInterleaved1F1B, chunks=2)}
+        "pipelining interleaved": partial(piped, schedule=ScheduleInterleaved1F1B, chunks=2),
+        **{f"FSDP2 · TP{'+SP' * sequence}": partial(fsdp_dtensor, sequence=sequence) for sequence in (False, True)},
+        **{f"TP{'+SP' * sequence} · 1F1B": partial(dtensor_piped, sequence=sequence) for sequence in (False, True)}}
