@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .. import card as cards
-from ..comm import links, shm, use
+from ..comm import shm, use
 from ..specs import Topology
 from ..specs.units import binary
-from .crew import Crew, Server, environ
+from . import joined
+from .crew import Crew, Server
 from .rank import IN_RANK, MOST_RANKS
 from .send import pack, unpack
 
@@ -74,7 +71,7 @@ class Ranks:
         _check(size, backend, timeout, threads)
         _check_topology(size, topology)
         self.card = cards.budget(card)
-        if not dist.is_torchelastic_launched():
+        if not joined.launched():
             _check_host(size, backend)
         if self.card is not None and not _on_gpus(backend, size):
             cards.check_machine(self.card)
@@ -99,7 +96,7 @@ class Ranks:
             raise TypeError(f"fn must be a function to run on every rank, not {fn!r}: launch(fn, 4), r.run(fn)")
         if self._closed:
             raise ValueError("these ranks are closed; make new ones with ranks(…)")
-        if dist.is_torchelastic_launched():
+        if joined.launched():
             return self._run_in_torchrun(fn, args, kwargs)
         payload = pack(fn, args, kwargs)
         with self._one_at_a_time:
@@ -135,7 +132,7 @@ class Ranks:
         torch.set_num_threads(self.threads)
         limit = None if self.card is None else cards.Limit(self.card, _on_gpus(self.backend, world))
         if not dist.is_initialized():
-            _join_torchrun(self.backend, self.timeout)
+            joined.join(_chosen(self.backend, int(os.environ["LOCAL_WORLD_SIZE"])), self.timeout)
         if limit is not None:
             limit.prepare()
             self._warn(limit.missing)
@@ -155,50 +152,6 @@ class Ranks:
                 frame = frame.f_back
             text = f"no card of {binary(self.card)} for the ranks, which run without a limit: {no_card}"
             warnings.warn_explicit(text, cards.UnlimitedWarning, frame.f_code.co_filename, frame.f_lineno)
-
-
-def _join_torchrun(backend: str, timeout: float) -> None:
-    """Make torchrun's process group, for as long as this process lives: a second run takes the same one."""
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    if local == int(os.environ["WORLD_SIZE"]):  # one host: the loopback will do
-        os.environ.update(environ())
-    chosen = _chosen(backend, local)
-    if "nccl" in chosen:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
-    atexit.register(dist.destroy_process_group)
-    _share_memory(timeout)
-    if local == int(os.environ["WORLD_SIZE"]):
-        _share_nics(int(os.environ["RANK"]), local)
-
-
-def _share_memory(timeout: float) -> None:
-    """Have torchrun's processes share memory, if all are on this host: the first makes it and says where it is."""
-    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    segment, why_not = None, f"torchrun has {local} of the {world} ranks on this host"
-    if local == world:
-        if rank == 0:
-            segment, why_not = shm.attempt(shm.Segment.passed_on, world)
-        said: list = [None] * world
-        dist.all_gather_object(said, (segment.path if segment else "", why_not))
-        path, why_not = said[0]
-        if rank and path:
-            segment, why_not = shm.attempt(partial(shm.Segment.open, path), world)
-    shm.join(rank, timeout, segment, why_not)
-
-
-def _share_nics(rank: int, world: int) -> None:
-    """Have torchrun's processes, all on this host, share the clocks of emulated links: a file that is gone at once."""
-    path = ""
-    if rank == 0:
-        file, path = tempfile.mkstemp(prefix="shardlab-")
-        os.close(file)
-    paths = [path] * world
-    dist.all_gather_object(paths, path)
-    links.open(paths[0])
-    dist.all_gather_object(paths, path)  # all have it open
-    if path:
-        os.unlink(path)
 
 
 def _check(size: int, backend: str, timeout: float, threads: int) -> None:

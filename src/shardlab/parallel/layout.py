@@ -3,7 +3,7 @@
 Each cut takes what the ones before it have left: tensor parallelism the plain layers, experts what of them it has cut
 or left whole, the context attention as it then is, the pipeline some of these layers away. The data axis comes last: it
 lays out what the rank then holds. The optimizer is made before that, of the parameters that there are by then, and ZeRO
-puts slices in their place.
+puts slices in their place; without ZeRO, weights of 16 bits get float32 copies then (`masters`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..model.transformer import Transformer
 from ..specs import Layout
 from ..specs.rows import BUCKET
-from . import context, data, expert, mesh, pipeline, tensor, zero
+from . import context, data, expert, masters, mesh, pipeline, tensor, zero
 
 __all__ = ["Axes", "Cut", "axes_of", "cut"]
 
@@ -54,9 +54,13 @@ def cut(model: Transformer, layout: Layout, optimizer: MakeOptimizer | None = No
     `weights` say how much each layer weighs for `specs.stages.split`, `bucket_bytes` how large the data axis' rows are.
 
     Raises ValueError before anything is cut where the layout is for another number of ranks, where the model does not
-    allow it, where ZeRO has no optimizer to share out, and for DualPipe, which has each stage on two ranks.
+    allow it or is cut already, where ZeRO has no optimizer to share out, on `weights` that are not the layers', and for
+    DualPipe, which has each stage on two ranks.
     """
     layout.check(model.spec)
+    if any(hasattr(model, axis) for axis in ("reducer", "pipeline", "context")) or grads.marks(model):
+        raise ValueError("this model is cut already: cut the plain one, by all axes at once")
+    split(len(model.layers), layout.stages, weights)
     if layout.zero and optimizer is None:
         raise ValueError(f"zero = {layout.zero} shares out the optimizer's states: give the optimizer, as a function "
                          "of a list of parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)")
@@ -78,6 +82,8 @@ def cut(model: Transformer, layout: Layout, optimizer: MakeOptimizer | None = No
         zero.shard(model, made, axes.data, layout.zero, bucket_bytes)
     elif axes.data is not None:
         data.replicate(model, axes.data, bucket_bytes)
+    if made is not None and not layout.zero and any(each.dtype in masters.LOW for each in model.parameters()):
+        masters.keep(model, made)
     return Cut(model, made, axes)
 
 

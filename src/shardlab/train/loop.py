@@ -20,10 +20,9 @@ from ..model.transformer import Transformer
 from ..parallel import balance, execute, grads, rng
 from ..parallel.data import no_sync
 from ..parallel.loss import valid_tokens
-from ..specs.units import binary
 from . import rates
 from .data import MicroBatch
-from .log import Log
+from .log import Log, said
 from .memory import held
 
 
@@ -85,7 +84,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[
             done.append(step(model, optimizer, batches(number, coordinate, size), data, max_norm, orders, bias_rate))
             if first:
                 told = _record(number, done[-1], time.perf_counter() - start, model, optimizer)
-                bar.set_postfix_str(_postfix(told), refresh=False)
+                bar.set_postfix_str(said(told), refresh=False)
                 if written is not None:
                     written.write(told)
             if after is not None:
@@ -100,13 +99,6 @@ def _record(number: int, done: Step, seconds: float, model: nn.Module, optimizer
     return {"step": number, "loss": done.loss, "norm": done.norm, "tokens": done.tokens, "seconds": seconds,
             "tokens_per_second": done.tokens / seconds, "memory": held(device),
             "lr": float(optimizer.param_groups[0]["lr"]), "skew": done.skew}
-
-
-def _postfix(told: dict[str, Any]) -> str:
-    """What the progress bar says of it."""
-    busiest = f", busiest expert {told['skew']:.2f} × mean" if told["skew"] else ""
-    return (f"loss {told['loss']:.4f}, norm {told['norm']:.3g}, {told['tokens_per_second']:,.0f} tokens/s, "
-            f"{binary(told['memory'], 3)} held{busiest}")
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[MicroBatch],
@@ -183,7 +175,9 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, data: dist.Proces
         if data is not None and theirs[data.rank() // p * p :][:p] != sharers:
             raise ValueError(f"ranks {sharers} share a sequence, and are no neighbours on the data axis, ranks "
                              f"{theirs}: take the axes of mesh.build(dp=…, cp={p}) and of mesh.build(data=…)")
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    masters = getattr(model, "masters", None)  # which are stepped in place of their parameters
+    groups = [group["params"] for group in optimizer.param_groups] if masters is None else masters.order
+    held = {parameter for group in groups for parameter in group}
     missing = [name for name, each in model.named_parameters() if each.requires_grad and each not in held]
     if missing and not (reducer and reducer.shards):  # ZeRO has seen to that, and put slices in their place
         raise ValueError(f"the optimizer does not hold {missing[0]}, which is trained ({len(missing)} such): make it "
