@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ..model.transformer import Transformer
 from ..specs import Layout
 from ..specs.rows import BUCKET
-from . import context, data, expert, masters, mesh, pipeline, tensor, zero
+from ..specs.stages import split
+from . import context, data, expert, grads, masters, mesh, pipeline, tensor, zero
 
 __all__ = ["Axes", "Cut", "axes_of", "cut"]
 
