@@ -19,8 +19,8 @@ from shardlab.cost import (
     traffic,
     training,
 )
-from shardlab.cost.expert_traffic import ExpertAxis, Rows
-from shardlab.cost.parameters import parameters, parameters_of
+from shardlab.cost.expert_traffic import Rows, rows_of
+from shardlab.cost.parameters import parameters_of
 from shardlab.schedule import one_f_one_b
 from shardlab.specs import (
     ClusterSpec,
@@ -30,7 +30,6 @@ from shardlab.specs import (
     LinkSpec,
     ModelSpec,
     Topology,
-    dtype_of,
     find_card,
     find_model,
 )
@@ -179,13 +178,8 @@ def test_inference_of_cut_sequences_is_refused(price):
 
 
 def test_other_paths_that_dont_know_them_refuse():
-    for layout in (Layout(cp=2), Layout(2, etp=1)):
-        with pytest.raises(ValueError, match="what a pipeline sends of cut sequences and spread experts is not known"):
-            pipeline(ModelSpec(**SIZES) if layout.cp > 1 else SPEC, one_f_one_b(2, 4), batch=1, seq=8, layout=layout)
-    for spec, layout, what in ((ModelSpec(**SIZES), Layout(cp=2), "cut sequences, cp = 2"),
-                               (SPEC, Layout(dp=2), "the loads of experts")):
-        with pytest.raises(ValueError, match=f"what the training loop sends of {what} is not known here: loop = False"):
-            traffic(spec, layout, 1, 8, loop=True)
+    with pytest.raises(ValueError, match="has experts: the traffic of the Llama kind alone is known; tp = 1"):
+        pipeline(SPEC, one_f_one_b(2, 4), batch=1, seq=8, layout=Layout(2, etp=1))
     with pytest.raises(ValueError, match="has experts: over a tensor axis the traffic of the Llama kind alone"):
         traffic(SPEC, Layout(2, dp=2, ep=2), 1, 8)
 
@@ -262,11 +256,9 @@ def test_rows_by_hand():
     """Two ranks of two with two experts each; rank 1 sends rank 0 five rows and keeps four."""
     layout = Layout(2, dp=2, ep=2, etp=1)
     routed = [[(1, 2, 3, 4)], [(2, 3, 4, 0)], [(9, 9, 9, 9)], [(0, 0, 0, 0)]]
-    spec = ModelSpec(**SIZES, experts=Experts(routed=4, active=2, ffn=12))
 
     def rows(rank, layout):
-        axis = ExpertAxis(spec, parameters(spec), layout, routed, rank, dtype_of("fp32"))
-        return next(axis.rows())
+        return next(rows_of(routed, layout, rank))
 
     assert rows(0, layout) == Rows(10, 3 + 5, 3) and rows(1, layout) == Rows(9, 7 + 4, 4)
     assert rows(3, layout) == Rows(0, 18, 0)

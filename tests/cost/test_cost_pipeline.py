@@ -184,7 +184,9 @@ GPIPE, ZB = schedule.gpipe(2, 2), schedule.zero_bubble(2, 2)
 
 @pytest.mark.parametrize(("change", "message"), [
     (dict(orders=[GPIPE[0], GPIPE[1][:-1]]), "deadlock"),
-    (dict(layout=Layout(dp=2)), "dp = 2: this is the bill of one replica's pipeline"),
+    (dict(orders=None), "tp = 1 has no pipeline: give a layout with pp of 2 or more"),
+    (dict(layout=Layout(pp=4)), "the schedule is for 2 ranks, and pp = 4"),
+    (dict(layout=Layout(dp=2, zero=2)), "zero = 2 sums gradients in every backward pass"),
     (dict(layout=Layout(4)), "tp = 4 does not cut the 2 heads"),
     (dict(batch=0), "batch must be"), (dict(dtype="int4"), "unknown dtype|int4"),
     (dict(weights=(1, 2)), "weights must be 3 numbers"), (dict(optimizer="muon"), "unknown optimizer 'muon'"),

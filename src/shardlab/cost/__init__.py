@@ -16,6 +16,8 @@ from .memory_bill import MemoryBill, Part
 from .messages import ALGORITHMS, Message, messages
 from .pipeline import PipelineBill, pipeline
 from .pipeline_bill import weight_versions
+from .planner import Choice, Planned, plan_training
+from .planner_why import Difference, why
 from .serve_way import Serve
 from .serving import serving
 from .step import Step
@@ -40,11 +42,12 @@ from .train_rungs import Train
 from .training import training
 from .transfers import seconds as transfer_seconds
 
-__all__ = ["ALGORITHMS", "Activations", "Bill", "Collective", "Dispatch", "Fit", "MemoryBill", "Message", "Part",
-           "PipelineBill", "Plan", "Roofline", "Row", "Serve", "Speeds", "Step", "StepTime", "Timeline", "Times",
-           "TrafficBill", "Train", "activations", "algbw", "attention_flops", "bound", "busbw", "bytes_read",
-           "checkpoint", "collective_seconds", "crossover", "decode_floor", "dispatch", "fastest", "fit",
-           "forward_flops", "forward_peak", "heads_traffic", "hops", "idle_by_formula", "korthikanti", "kv_cache",
-           "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline", "prefill_floor",
-           "requests_that_fit", "selective_flops", "serial_bytes", "serving", "step_time", "timeline", "traffic",
-           "training", "training_flops", "transfer_seconds", "utilisation", "weight_versions", "wire"]
+__all__ = ["ALGORITHMS", "Activations", "Bill", "Choice", "Collective", "Difference", "Dispatch", "Fit", "MemoryBill",
+           "Message", "Part", "PipelineBill", "Plan", "Planned", "Roofline", "Row", "Serve", "Speeds", "Step",
+           "StepTime", "Timeline", "Times", "TrafficBill", "Train", "activations", "algbw", "attention_flops", "bound",
+           "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "dispatch",
+           "fastest", "fit", "forward_flops", "forward_peak", "heads_traffic", "hops", "idle_by_formula", "korthikanti",
+           "kv_cache", "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline",
+           "plan_training", "prefill_floor", "requests_that_fit", "selective_flops", "serial_bytes", "serving",
+           "step_time", "timeline", "traffic", "training", "training_flops", "transfer_seconds", "utilisation",
+           "weight_versions", "why", "wire"]

@@ -9,8 +9,8 @@ from typing import Literal
 
 from .comm import hops, serial_bytes
 
-Phase = Literal["start", "forward", "backward", "finish", "clip", "step"]
-PHASES = ("start", "forward", "backward", "finish", "clip", "step")
+Phase = Literal["start", "forward", "backward", "finish", "clip", "step", "balance"]
+PHASES = ("start", "forward", "backward", "finish", "clip", "step", "balance")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Collective:
 
     `own` is what of the payload stays on the rank, of an all-to-all.
     Phase "start" is before the first step (`data.replicate`), "finish" after backward (`grads.finish`), "clip" the norm
-    of the gradients, "step" behind the optimizer's step (ZeRO-1 and 2 gather the new weights).
+    of the gradients, "step" behind the optimizer's step (ZeRO-1 and 2 gather the new weights), "balance" how many
+    tokens each expert got, which the training loop counts.
     """
 
     axis: str

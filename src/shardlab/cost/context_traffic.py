@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from ..specs import Dtype, Layout, ModelSpec, padded
 from .collective import Collective, Phase
-from .parameters import Parameters
+from .parameters import Parameters, Stage
 
 
 @dataclass(frozen=True)
 class ContextAxis:
     """The calls of one rank over its context axis, in one pass of `batch` sequences of `seq` tokens through the model,
-    whose `parameters` these are."""
+    whose `parameters` these are, or through a stage of it, whose input backward comes to always."""
 
     spec: ModelSpec
     parameters: Parameters
@@ -27,6 +27,11 @@ class ContextAxis:
     batch: int
     seq: int
     dtype: Dtype
+    stage: Stage | None = None
+
+    @property
+    def _layers(self) -> range:
+        return self.stage.layers if self.stage else range(self.spec.layers)
 
     @property
     def tokens(self) -> int:
@@ -36,7 +41,7 @@ class ContextAxis:
 
     def forward(self) -> Iterator[Collective]:
         """Round goes each rank's k and v."""
-        yield from self._round("forward", "keys and values", self.spec.layers, self.dtype.bytes)
+        yield from self._round("forward", "keys and values", len(self._layers), self.dtype.bytes)
 
     def logits(self) -> Iterator[Collective]:
         """Each rank's tokens, to every rank."""
@@ -47,9 +52,8 @@ class ContextAxis:
     def backward(self, recompute: str | None) -> Iterator[Collective]:
         """k and v again, and their gradients, where something at or before them is trained; and once more where the
         layer, or its attention core, is computed again."""
-        layers = range(self.spec.layers)
-        reached = sum(self._reached(layer, attention=True) for layer in layers)
-        again = {None: 0, "selective": reached, "full": sum(self._reached(layer) for layer in layers)}[recompute]
+        reached = sum(self._reached(layer, attention=True) for layer in self._layers)
+        again = {None: 0, "selective": reached, "full": sum(self._reached(layer) for layer in self._layers)}[recompute]
         yield from self._round("backward", "keys and values, computed again", again, self.dtype.bytes)
         yield from self._round("backward", "keys and values", reached, self.dtype.bytes)
         yield from self._round("backward", "their gradients", reached, max(4, self.dtype.bytes))
@@ -95,6 +99,8 @@ class ContextAxis:
     def _reached(self, layer: int, attention: bool = False) -> bool:
         """Whether something is trained in that layer or before; of the layer itself, with `attention`, only what is
         before its heads attend."""
+        if self.stage and not self.stage.first:
+            return True
         behind = (f"layers.{layer}.post_", f"layers.{layer}.mlp", f"layers.{layer}.self_attn.o_proj")
         before = (each for each in self.parameters.trained
                   if (each.name.startswith("embed_") if each.layer is None else each.layer <= layer))

@@ -44,22 +44,24 @@ class Unit(NamedTuple):
 class DataRows:
     """How `layout`'s data axis lays out the parameters of a rank, whose gradients have `width` bytes a number; `bucket`
     bytes of them make a row. `tied` says whether the head is the embedding. Spread experts have rows of their own, over
-    the ranks that hold the same ones."""
+    the ranks that hold the same ones; and under ZeRO so has a tied embedding that is `apart`, on another rank of the
+    pipeline too."""
 
     parameters: Parameters
     layout: Layout
     tied: bool
     width: int
     bucket: int
+    apart: bool = False
 
     @property
     def ranks(self) -> int:
         """How many ranks share the rows."""
         return self.layout.expert_replicas if self._spread else self.layout.data_ranks
 
-    def coordinate(self, rank: int) -> int:
-        """Which of those `rank` is."""
-        return rank // (self.layout.ep * self.layout.expert_tp if self._spread else self.layout.tp)
+    def coordinate(self, within: int) -> int:
+        """Which of those a rank is that has this number among the ranks with the same layers."""
+        return within // (self.layout.ep * self.layout.expert_tp if self._spread else self.layout.tp)
 
     @property
     def _spread(self) -> bool:
@@ -71,9 +73,11 @@ class DataRows:
         parallelism does not cut them. In stages 1 and 2 weights lie in them too."""
         if self.layout.zero == 3:
             return [row for unit in self.units for row in unit.rows if row.trained]
-        backwards = self.parameters.trained[::-1]
-        return [self._row([backwards[i] for i in row])
-                for row in rows_of([(None, each.numel * self.width) for each in backwards], self.bucket)]
+        table = [each for each in self.parameters.trained
+                 if self.apart and self.layout.zero and each.name == "embed_tokens.weight"]
+        rest = [each for each in self.parameters.trained[::-1] if each not in table]
+        return [self._row([some[i] for i in row]) for some in (rest, table)
+                for row in rows_of([(None, each.numel * self.width) for each in some], self.bucket)]
 
     @cached_property
     def units(self) -> list[Unit]:

@@ -18,15 +18,19 @@ from .sharing import own
 
 @dataclass(frozen=True)
 class DataAxis:
-    """The calls of one rank over its data axis, in a step of `passes` forward and backward passes."""
+    """The calls of one rank over its data axis, in a step of `passes` forward and backward passes; with a pipeline
+    (`staged`) gradients are summed when all passes are over."""
 
     rows: DataRows
     passes: int
+    staged: bool = False
 
     def start(self) -> Iterator[Collective]:
         """Every replica says in four numbers which model it has, and takes the first one's weights."""
         yield from alike("dp", "all_gather", "start", "which model", [4], 8, self._dp)
-        yield from self._calls("broadcast", "start", "weights", [each.numel for each in self.rows.parameters])
+        sizes = [each.numel for each in self.rows.parameters]
+        # a stage has a tensor of no numbers, for its dtype
+        yield from self._calls("broadcast", "start", "weights", [*sizes, 0] if self.staged else sizes)
 
     def loop(self) -> Iterator[Collective]:
         """The training loop's own: how many tokens of the step have labels, and its loss."""
@@ -44,8 +48,8 @@ class DataAxis:
             if unit.again:
                 yield from self._gathers("backward", unit, self.passes)
         op = "reduce_scatter" if self._zero else "all_reduce"
-        yield from self._calls(op, "backward", "gradients", [row.numel for row, _ in self.rows.gradients],
-                               self.passes if self._zero > 1 else 1)
+        yield from self._calls(op, "finish" if self.staged else "backward", "gradients",
+                               [row.numel for row, _ in self.rows.gradients], self.passes if self._zero > 1 else 1)
 
     def finish(self) -> Iterator[Collective]:
         """A byte for each trained parameter: whether a rank has used it."""
@@ -54,7 +58,7 @@ class DataAxis:
 
     def clip(self) -> Iterator[Collective]:
         """The sum of squares of what ranks have different slices of."""
-        if self._zero:
+        if self._zero and self.rows.parameters.trained:
             yield from alike("dp", "all_reduce", "clip", "norm", [1], 8, self._dp)
 
     def step(self) -> Iterator[Collective]:

@@ -30,40 +30,31 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The calls of `rank` over its expert axis. `routed[r]` holds rank r's `Routing.counts`, rows for each expert, of
-    each pass through a layer with experts, in the order of the passes. `parameters` are the rank's."""
+    """The calls of a rank over its expert axis. `passes` are the rows of each pass through a layer with experts,
+    `parameters` the rank's experts."""
 
     spec: ModelSpec
     parameters: Parameters
     layout: Layout
-    routed: Routed
-    rank: int
+    passes: Sequence[Rows]
     dtype: Dtype
 
-    def rows(self) -> Iterator[Rows]:
-        """Of each pass through a layer."""
-        ep, etp = self.layout.ep, self.layout.expert_tp
-        first = self.rank // (ep * etp) * ep * etp + self.rank % etp
-        me = self.rank // etp % ep
-        peers = [self.routed[first + i * etp] for i in range(ep)]
-        some = len(peers[0][0]) // ep
-        mine = slice(me * some, (me + 1) * some)
-        for counts in zip(*peers, strict=True):
-            yield Rows(sum(counts[me]), sum(sum(each[mine]) for each in counts), sum(counts[me][mine]))
-
-    def start(self) -> Iterator[Collective]:
-        """Which model and experts each rank has; copies become those of the first rank that has them."""
+    def start(self, everything: Parameters) -> Iterator[Collective]:
+        """Which model and experts each rank has; copies become those of the first rank that has them: of `everything`,
+        for layers that are another stage's go later."""
         yield from alike("ep", "all_gather", "start", "which model", [1], 8, self.layout.ep)
         if self.layout.expert_replicas > 1:
             yield from alike("edp", "all_gather", "start", "which model", [1], 8, self.layout.expert_replicas)
-            yield from alike("edp", "all_gather", "start", "which experts", [4], 8, self.layout.expert_replicas)
-            yield from alike("edp", "broadcast", "start", "experts", [each.numel for each in self.parameters],
+            if self.parameters:
+                yield from alike("edp", "all_gather", "start", "which experts", [4], 8, self.layout.expert_replicas)
+            yield from alike("edp", "broadcast", "start", "experts", [each.numel for each in everything],
                              self.dtype.bytes, self.layout.expert_replicas)
 
     def forward(self) -> Iterator[Collective]:
         """How many rows, in int64, the rows, and what is made of them."""
-        experts = len(self.routed[self.rank][0])
-        for rows in self.rows():
+        assert self.spec.experts is not None
+        experts = self.spec.experts.routed
+        for rows in self.passes:
             yield Collective("ep", "all_to_all", "forward", "rows for each expert", 1, experts * 8, self.layout.ep,
                              f"{experts} × 8 B", experts * 8 // self.layout.ep)
             yield self._there("forward", "dispatch", rows)
@@ -71,7 +62,7 @@ class ExpertAxis:
 
     def backward(self, again: bool) -> Iterator[Collective]:
         """Gradients go the ways of what they are of, back; before that, rows of layers computed again."""
-        for rows in self.rows():
+        for rows in self.passes:
             if again:
                 yield self._there("backward", "dispatch, again", rows)
                 yield self._back("backward", "combine, again", rows)
@@ -87,7 +78,7 @@ class ExpertAxis:
 
     def clip(self) -> Iterator[Collective]:
         """The sum of squares of what ranks have different experts of."""
-        if self.parameters.trained:
+        if self.parameters:
             yield from alike("ep", "all_reduce", "clip", "norm", [1], 8, self.layout.ep)
 
     def _there(self, phase: Phase, what: str, rows: Rows) -> Collective:
@@ -104,7 +95,34 @@ class ExpertAxis:
 
 def busiest(axes: Sequence[ExpertAxis]) -> ExpertAxis:
     """The one whose rank sends most rows, the first of equals."""
-    return max(axes, key=lambda axis: sum(rows.given + rows.taken for rows in axis.rows()))
+    return max(axes, key=lambda axis: sum(rows.given + rows.taken for rows in axis.passes))
+
+
+def rows_of(routed: Routed, layout: Layout, number: int) -> Iterator[Rows]:
+    """The rows of each pass, of the rank that has this number among those with the same layers, where `routed[r]` is
+    what number r has chosen: `Routing.counts`, in the order of the passes."""
+    ep, etp = layout.ep, layout.expert_tp
+    first = number // (ep * etp) * ep * etp + number % etp
+    me = number // etp % ep
+    peers = [routed[first + i * etp] for i in range(ep)]
+    for counts in zip(*peers, strict=True):
+        some = len(counts[me]) // ep
+        mine = slice(me * some, (me + 1) * some)
+        yield Rows(sum(counts[me]), sum(sum(each[mine]) for each in counts), sum(counts[me][mine]))
+
+
+def even_rows(spec: ModelSpec, layout: Layout, tokens: int) -> Rows:
+    """Those of a pass of so many tokens where all experts are asked for alike."""
+    assert spec.experts is not None
+    return Rows(tokens * spec.experts.active, tokens * spec.experts.active, tokens * spec.experts.active // layout.ep)
+
+
+def loads(spec: ModelSpec, axis: str, ranks: int) -> Iterator[Collective]:
+    """How many tokens each expert of each layer has got, and how many were dropped, summed over the axis."""
+    if spec.experts is not None and ranks > 1:
+        layers = spec.layers - spec.experts.first_dense
+        yield from alike(axis, "all_reduce", "balance", "loads of experts", [layers * (spec.experts.routed + 1)], 8,
+                         ranks)
 
 
 def check_routed(spec: ModelSpec, layout: Layout, routed: Routed | None, passes: int) -> Routed:

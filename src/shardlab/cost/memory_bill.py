@@ -9,6 +9,7 @@ from ..specs import Dtype, Format, Layout, ModelSpec
 from .bill import Bill, Row
 from .formats import Formats
 from .memory_rows import active_of, notes_of, rows_of, title_of
+from .places import Place, within
 from .sharing import Share
 
 # numbers kept per parameter, and bytes kept per tensor: PyTorch's AdamW counts each tensor's steps in one fp32 number
@@ -28,7 +29,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True, repr=False, eq=False)
 class MemoryBill(Bill):
     """Bytes held by one rank. Tensor and expert parallelism cut into equal parts, padded if need be, so their ranks all
-    hold as much; under ZeRO a few bytes may differ, and the bill is that of `rank`.
+    hold as much; under ZeRO a few bytes may differ, and the bill is that of `rank`, at its `place` of the pipeline.
 
     `elements`, `tensors` and `stored` are the numbers of parameters (padding and copies included), of weight tensors
     and of bytes of weights that a rank holds where nothing is shared out, for each group of tensors; `share` is what is
@@ -47,8 +48,9 @@ class MemoryBill(Bill):
     copied: int
     padding: int
     share: Share
-    rank: int = 0
-    redundant: int = 0
+    rank: int
+    redundant: int
+    place: Place
     parts: tuple[Part, ...] = ()
     task: str = ""
 
@@ -121,8 +123,10 @@ class MemoryBill(Bill):
         """Numbers and tensors that a rule moves, not a gradient: by which routing is balanced. They are counted as wide
         as the rest, and have 32 bits, for they move by thousandths."""
         experts = self.spec.experts
-        layers = self.spec.layers - experts.first_dense if experts and experts.routing_bias else 0
-        return layers * experts.routed if experts else 0, layers
+        if experts is None or not experts.routing_bias:
+            return 0, 0
+        layers = sum(layer >= experts.first_dense for stage in self.place.stages for layer in stage.layers)
+        return layers * experts.routed, layers
 
     @property
     def mixed(self) -> bool:
@@ -138,7 +142,7 @@ class MemoryBill(Bill):
     @property
     def coordinate(self) -> int:
         """Where the rank stands on the data axis."""
-        return self.rank // self.layout.tp
+        return within(self.layout, self.rank) // self.layout.tp
 
     @property
     def kept(self) -> tuple[int, int]:

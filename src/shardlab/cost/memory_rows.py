@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def title_of(bill: MemoryBill) -> str:
     """Of which model, on how many ranks, and what for."""
     n = bill.layout.world_size
-    ranks = f"on each of {n} ranks ({bill.layout.degrees})" if n > 1 else "on one rank"
+    if bill.layout.pp > 1:
+        ranks = f"on rank {bill.rank} of {n} ({bill.layout.degrees}), with {bill.place.what}"
+    else:
+        ranks = f"on each of {n} ranks ({bill.layout.degrees})" if n > 1 else "on one rank"
     task = bill.task or (f"trained with {bill.optimizer}" if bill.optimizer else "weights only")
     return f"{bill.spec.name}, {ranks}, {task}"
 
@@ -56,11 +59,13 @@ def notes_of(bill: MemoryBill) -> list[str]:
         f"Of {layout.data_ranks} ranks of the data axis, number {bill.coordinate}: others differ by padding and step "
         "counters."]
     if layout.tp > 1 or layout.spreads:
-        whole = f"{together(layout)} ranks have the whole model: of it"
+        model = "all of these stages" if layout.pp > 1 else "the whole model"
+        whole = f"{together(layout)} ranks have {model}: of it"
         if layout.zero:
             of = whole if layout.spreads else "In all of a replica"
         else:
-            of = f"Every rank holds as much. {whole}" if layout.spreads else "Every rank holds the same. In all"
+            at = " with these stages" if layout.pp > 1 else ""
+            of = f"Every rank{at} holds " + (f"as much. {whole}" if layout.spreads else "the same. In all")
         notes.append(f"{of} {count(bill.copied)} numbers are copies of what another rank holds too, "
                      f"{count(bill.padding)} are padding.")
     return notes
@@ -74,7 +79,7 @@ def _numbers(label: str, n: int, kept: int, dtype: Dtype) -> Row:
 def _group(bill: MemoryBill, group: str) -> Row:
     """The weights of one group: numbers × bytes, and scales × bytes, for each way that some of them are stored."""
     kinds: dict[Packed, list[int]] = {}
-    for tensor, whole, times, shape, _ in held_by_each(bill.spec, bill.layout, bill.redundant):
+    for tensor, whole, times, shape, _ in held_by_each(bill.spec, bill.layout, bill.redundant, bill.place.stages):
         if tensor.group == group:
             packed = bill.format.of(group, shape)
             sums = kinds.setdefault(packed, [0, 0, 0])
@@ -86,7 +91,7 @@ def _group(bill: MemoryBill, group: str) -> Row:
 
 
 def _part(whole: int, held: int, layout: Layout) -> str:
-    cut = layout.tp > 1 or layout.spreads
+    cut = layout.tp > 1 or layout.spreads or layout.pp > 1
     return count(held) if not cut and whole == held else f"{count(whole)} → {count(held)}"
 
 

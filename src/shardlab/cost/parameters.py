@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ..specs import Layout, ModelSpec, TensorSpec
@@ -109,7 +109,7 @@ def parameters(spec: ModelSpec, tp: int = 1, sp: bool = False, frozen: Collectio
 def parameters_of(spec: ModelSpec, layout: Layout, frozen: Collection[str] = (), rank: int = 0) -> Parameters:
     """What `rank` of `layout` holds. Raises ValueError as `parameters` does."""
     return parameters(spec, layout.tp, bool(layout.sp), frozen, ep=layout.ep, etp=layout.expert_tp,
-                      part=rank // layout.expert_tp % layout.ep)
+                      part=layout.place(rank)["ep"])
 
 
 class Held(NamedTuple):
@@ -128,11 +128,25 @@ def together(layout: Layout) -> int:
     return math.lcm(layout.tp, layout.ep * layout.expert_tp)
 
 
-def held_by_each(spec: ModelSpec, layout: Layout, redundant: int = 0) -> Iterator[Held]:
-    """Every different weight of `spec`, and what each rank of `layout` holds of it where nothing is shared out by ZeRO.
-    `redundant` experts of a layer are copies of others."""
+def counted_in(spec: ModelSpec, stages: Sequence[Stage] | None) -> Iterator[tuple[int, TensorSpec]]:
+    """`spec.counted`, of these stages; of the whole model if None. A last one has a tied embedding too."""
+    if stages is None:
+        yield from spec.counted()
+        return
+    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    before, behind = spec.first_tensors(), spec.last_tensors() if last else []
+    yield from ((1, tensor) for tensor in (*(before if first else before[: last and spec.tied]), *behind))
+    for layers, kind in spec.kinds():
+        there = sum(layer in layers for stage in stages for layer in stage.layers)
+        yield from ((there * times, tensor) for times, tensor in kind if there)
+
+
+def held_by_each(spec: ModelSpec, layout: Layout, redundant: int = 0, stages: Sequence[Stage] | None = None
+                 ) -> Iterator[Held]:
+    """Every different weight of `spec`, or of these `stages` of it, and what each rank of `layout` holds of it where
+    nothing is shared out by ZeRO. `redundant` experts of a layer are copies of others."""
     ranks = together(layout)
-    for whole, tensor in spec.counted():
+    for whole, tensor in counted_in(spec, stages):
         p = layout.expert_tp if tensor.group in ("experts", "shared") else layout.tp
         parts, there = 1, whole
         if tensor.group == "experts" and spec.experts:

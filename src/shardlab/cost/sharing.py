@@ -85,11 +85,6 @@ def held_of(rows: Sequence[Rowed], p: int, number: int, piece: int) -> list[int]
     return list(accumulate(change[r] for r in range(p)))
 
 
-def coordinate_of(rank: int, layout: Layout) -> int:
-    """Where `rank` stands on the data axis. Raises ValueError on a rank that the layout hasn't got."""
-    return rank_of(rank, layout) // layout.tp
-
-
 def rank_of(rank: int, layout: Layout) -> int:
     """`rank`. Raises ValueError where the layout hasn't got it."""
     if whole("rank", rank, 0) >= layout.world_size:

@@ -20,9 +20,10 @@ from .collective import Collective, Phase
 from .context_traffic import ContextAxis
 from .data_rows import DataRows
 from .data_traffic import DataAxis
-from .expert_traffic import ExpertAxis, Routed, busiest, check_routed
+from .expert_traffic import ExpertAxis, Routed, busiest, check_routed, even_rows, loads, rows_of
 from .parameters import parameters_of
-from .sharing import coordinate_of
+from .places import within
+from .sharing import rank_of
 from .tensor_traffic import TensorAxis
 
 
@@ -95,7 +96,7 @@ class TrafficBill(Bill):
 def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = "fp32", backward: bool = True,
             head: Literal["loss", "logits"] = "loss", recompute: str | None = None, *, accumulate: int = 1,
             frozen: Collection[str] = (), rank: int | None = None, start: bool = False, clip: bool = False,
-            loop: bool = False, bucket: int = BUCKET, routed: Routed | None = None) -> TrafficBill:
+            loop: bool = False, bucket: int = BUCKET, routed: Routed | Literal["even"] | None = None) -> TrafficBill:
     """The bill of one step on `batch` × `seq` tokens a rank: a forward pass to the `head`, and `backward` from it.
 
     `head` "loss" ends in the vocabulary-parallel cross-entropy, "logits" in gathering the logits on every rank:
@@ -111,33 +112,35 @@ def traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str = 
 
     Where cp cuts sequences, `seq` is the whole length, and the data axis has dp · cp ranks. Where ep shares out
     experts, what travels depends on the router: `routed[r]` is what rank r has chosen, its `Routing.counts` in each
-    pass through a layer with experts (`cost.dispatch` says what to expect without).
+    pass through a layer with experts; "even" is the bill of experts that are asked for alike.
 
     Raises ValueError on sizes below 1, an unknown dtype, head or mode, a rank or a frozen name that there isn't, on a
-    layout that the model doesn't allow, and on what is not known here: what the plain model hasn't got, tp for a model
-    that is no Llama, the loop's part where sequences are cut or there are experts.
+    layout that the model doesn't allow, and on what is not known here: what the plain model hasn't got, and tp for a
+    model that is no Llama.
     """
     if head not in ("loss", "logits"):
         raise ValueError(f"unknown head {head!r}: use loss or logits")
     layout, kept = staged(layout), dtype_of(dtype)
     layout.check(spec)
-    _check_known(spec, layout, loop)
+    _check_known(spec, layout)
     for name, choice in (("backward", backward), ("start", start), ("clip", clip), ("loop", loop)):
         flag(name, choice)
     whole("batch", batch), whole("seq", seq), whole("accumulate", accumulate)
     again, passes = recompute_mode(recompute), accumulate
-    coordinate = None if rank is None else coordinate_of(rank, layout)
+    number = None if rank is None else within(layout, rank_of(rank, layout))
+    coordinate = None if number is None else number // layout.tp
     held = parameters_of(spec, layout, frozen, rank or 0)
     data = DataAxis(DataRows(held.apart()[0], layout, spec.tied, kept.bytes, whole("bucket", bucket)), passes)
     context = ContextAxis(spec, held, layout, batch, seq, kept)
     tensor = TensorAxis(spec, held, layout, context.tokens, kept)
-    experts = _experts(spec, layout, routed, passes, kept, frozen, rank) if layout.ep > 1 else None
+    experts = _experts(context, routed, passes, frozen, number) if layout.ep > 1 else None
     calls: list[Collective] = []
     if experts is not None:
-        calls += [*(experts.start() if start else ()), *experts.forward()]
+        calls += [*(experts.start(experts.parameters) if start else ()), *experts.forward()]
         calls += experts.backward(again == "full") if backward else []
     if layout.data_ranks > 1:
         calls += [*(data.start() if start else ()), *(data.loop() if loop else ()), *data.forward()]
+        calls += loads(spec, "dp", layout.data_ranks) if loop else ()
     one: list[Collective] = []
     if layout.cp > 1:
         one += [*context.forward(), *(context.logits() if head == "logits" else ())]
@@ -167,23 +170,26 @@ def heads_traffic(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: 
     return TrafficBill(spec, layout, batch, seq, kept, tuple(calls if layout.cp > 1 else ()))
 
 
-def _check_known(spec: ModelSpec, layout: Layout, loop: bool) -> None:
+def _check_known(spec: ModelSpec, layout: Layout) -> None:
     other = spec.beyond_llama if layout.tp > 1 else spec.beyond_plain
     if other:
         kind = "over a tensor axis the traffic of the Llama kind" if layout.tp > 1 else "the traffic of the plain model"
         raise ValueError(f"{spec.name} has {other}: {kind} alone is known")
-    if loop and (layout.cp > 1 or spec.experts):
-        what = f"cut sequences, cp = {layout.cp}" if layout.cp > 1 else "the loads of experts"
-        raise ValueError(f"what the training loop sends of {what} is not known here: loop = False")
 
 
-def _experts(spec: ModelSpec, layout: Layout, routed: Routed | None, passes: int, dtype: Dtype, frozen: Collection[str],
-             rank: int | None) -> ExpertAxis:
-    """The expert axis of `rank`, or of the one that sends most."""
+def _experts(whole: ContextAxis, routed: Routed | Literal["even"] | None, passes: int, frozen: Collection[str],
+             number: int | None) -> ExpertAxis:
+    """The expert axis of the rank of that number, or of the one that sends most."""
+    spec, layout = whole.spec, whole.layout
+    if routed == "even":
+        assert spec.experts is not None
+        times = passes * (spec.layers - spec.experts.first_dense)
+        return ExpertAxis(spec, parameters_of(spec, layout, frozen, number or 0).apart()[1], layout,
+                          [even_rows(spec, layout, whole.tokens)] * times, whole.dtype)
     routed = check_routed(spec, layout, routed, passes)
-    ranks = range(layout.world_size) if rank is None else (rank,)
-    return busiest([ExpertAxis(spec, parameters_of(spec, layout, frozen, r).apart()[1], layout, routed, r, dtype)
-                    for r in ranks])
+    ranks = range(layout.world_size) if number is None else (number,)
+    return busiest([ExpertAxis(spec, parameters_of(spec, layout, frozen, r).apart()[1], layout,
+                               list(rows_of(routed, layout, r)), whole.dtype) for r in ranks])
 
 
 def _ending(data: DataAxis, tensor: TensorAxis, experts: ExpertAxis | None, coordinate: int | None, clip: bool
