@@ -21,7 +21,8 @@ from .parameters import Stage
 from .pipeline_stages import stages_of
 from .step_time_bill import StepTime
 from .step_time_end import ending
-from .step_time_layers import AXES, Layers, Pass
+from .step_time_layers import AXES, Layers
+from .step_time_pass import Pass, shape_of
 from .step_time_speeds import Speeds
 from .timeline import Timeline, Times, timeline
 
@@ -35,6 +36,9 @@ def step_time(spec: ModelSpec, layout: Layout, cluster: ClusterSpec, *, batch: i
     multiplied in `arithmetic` and tokens go to experts in `handed` (both `dtype` if None, or "fp8"), from where they
     come back in `dtype`. `weights` are those of `specs.stages.split`, as `parallel.pipeline.cut` takes them.
 
+    `recompute` is the model's, or "light", which is priced alone: norms, the gate's product and projections up from a
+    latent are computed again (DeepSeek-V3, arXiv:2412.19437, §3.2.3).
+
     For a machine that was measured: a `ClusterSpec` whose card and links have the measured rates and α, and
     `Speeds(share=1, memory=1, links=1, overlap=0, overhead=seconds, measured=("card", "cluster", "overhead"))`.
 
@@ -46,7 +50,8 @@ def step_time(spec: ModelSpec, layout: Layout, cluster: ClusterSpec, *, batch: i
         raise ValueError(f"{layout.degrees} is a layout of {layout.world_size} ranks, and {cluster.name} has "
                          f"{cluster.cards} cards: one for each rank is wanted")
     layers = Layers(spec, layout, cluster, speeds or Speeds(), whole("batch", batch), whole("seq", seq), dtype,
-                    arithmetic or dtype, handed or dtype, recompute_mode(recompute))
+                    arithmetic or dtype, handed or dtype,
+                    recompute if recompute == "light" else recompute_mode(recompute))
     passes = stage_passes(layers, stages_of(spec, layout.stages, weights))
     if layout.pp == 1:
         return _priced(layers, passes, ((),), None)
@@ -65,20 +70,9 @@ def _orders(kind: str, ranks: int, microbatches: int, chunks: int) -> Orders:
 
 
 def stage_passes(layers: Layers, stages: Sequence[Stage]) -> list[Pass]:
-    """What one micro-batch takes of each stage; a last stage has the table too, where the head is tied to it."""
-    spec, dense = layers.spec, layers.spec.experts.first_dense if layers.spec.experts else layers.spec.layers
-    kinds = {mixture: layers.layer(mixture) for mixture in {layer >= dense for layer in (0, spec.layers - 1)}}
-    passes = []
-    for stage in stages:
-        made = Pass()
-        for mixture, times in Counter(layer >= dense for layer in stage.layers).items():
-            made = made.plus(kinds[mixture], times)
-        made = made.plus(layers.first()) if stage.first else made
-        made = made.plus(layers.last()) if stage.last else made
-        if spec.tied and stage.last and not stage.first:
-            made = made._replace(rest=made.rest + layers.table)
-        passes.append(made)
-    return passes
+    """What one micro-batch takes of each stage."""
+    kinds = layers.kinds()
+    return [kinds.together(shape_of(stage, layers.spec)) for stage in stages]
 
 
 def times_of(one: Pass, speeds: Speeds) -> Times:

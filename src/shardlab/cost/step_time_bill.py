@@ -9,7 +9,8 @@ from typing import Any
 from ..specs import ClusterSpec, Layout, ModelSpec
 from ..specs.units import count, decimal
 from .bill import Bill, Row
-from .step_time_layers import Layers, Pass
+from .step_time_layers import Layers
+from .step_time_pass import Pass
 from .time import forward_flops, utilisation
 from .timeline import Timeline
 
@@ -115,6 +116,8 @@ class StepTime(Bill):
                  "From formulas; a parameter is measured, from a datasheet, or assumed, as it says."]
         if self.layout.kind == "dualpipe" and self.layout.pp > 1:
             notes.append("DualPipe has each stage on two ranks; nothing here runs it.")
+        if self.layers.recompute == "light":
+            notes.append("Light recomputation is DeepSeek-V3's; nothing here runs it.")
         if self.spec.mtp:
             notes.append(f"{self.spec.name}'s module for a further token is left out.")
         return notes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .step_time_axes import Group, Sent, sent
-from .step_time_layers import Layers, Pass
+from .step_time_layers import Layers
+from .step_time_pass import Pass
 
 STEPPED = 28  # bytes a parameter: AdamW reads gradient, weight or master, two moments, and writes all but the first
 

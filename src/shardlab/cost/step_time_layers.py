@@ -8,58 +8,17 @@ memory: what is kept for backward is written and read once forward, and read onc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from ..specs import ClusterSpec, Layout, ModelSpec, TensorSpec, dtype_of, padded
 from .kv import width_of
 from .saved import Saved, Term
 from .step_time_axes import Group, Sent, groups_of, handed_out, round_the_ring, sent
+from .step_time_pass import Kinds, Pass
 from .step_time_speeds import Speeds
 from .time import attention_flops
 
 AXES = ("tp", "cp", "ep")
-
-
-class Pass(NamedTuple):
-    """Of one micro-batch on one rank: FLOP of its forward pass; seconds of arithmetic `forward`, in the two halves of
-    backward (`input`, `weight`) and for what is computed `again`; seconds of each axis's messages forward and `_back`,
-    and bytes that they send inside a domain and between domains; and the numbers of parameters that the rank holds,
-    which of them are of experts that lie over other ranks than the `rest`."""
-
-    flop: float = 0.0
-    forward: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
-    again: float = 0.0
-    tp: float = 0.0
-    tp_back: float = 0.0
-    cp: float = 0.0
-    cp_back: float = 0.0
-    ep: float = 0.0
-    ep_back: float = 0.0
-    tp_inside: float = 0.0
-    tp_between: float = 0.0
-    cp_inside: float = 0.0
-    cp_between: float = 0.0
-    ep_inside: float = 0.0
-    ep_between: float = 0.0
-    rest: float = 0.0
-    spread: float = 0.0
-
-    def plus(self, other: Pass, times: int = 1) -> Pass:
-        """With `times` times the other."""
-        return Pass(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
-
-    @property
-    def ahead(self) -> float:
-        """Seconds of a forward pass, messages included."""
-        return self.forward + self.tp + self.cp + self.ep
-
-    @property
-    def back(self) -> float:
-        """Seconds of the input's half of a backward pass, messages and what is computed again included."""
-        return self.again + self.input + self.tp_back + self.cp_back + self.ep_back
 
 
 @dataclass(frozen=True)
@@ -87,19 +46,30 @@ class Layers:
         object.__setattr__(self, "saved", Saved(self.spec, self.layout, self.batch, self.seq, width, "cuda"))
         object.__setattr__(self, "groups", groups_of(self.layout, self.cluster))
 
+    def of(self, layout: Layout) -> Layers:
+        """The same for a layout that differs in what layers do not see: copies, stages, micro-batches."""
+        return replace(self, layout=layout)
+
+    def kinds(self) -> Kinds:
+        """All that stages are made of; a model without experts has one kind of layer."""
+        mixture = self.layer(True) if self.spec.experts else Pass()
+        dense = self.layer(False) if not self.spec.experts or self.spec.experts.first_dense else Pass()
+        return Kinds(dense, mixture, self.first(), self.last(), self.table)
+
     def layer(self, mixture: bool) -> Pass:
         """One layer: dense, or with experts."""
         tensors = self.spec.kinds()[-1 if mixture else 0][1]
         flop, seconds, rest, spread = self._matrices(tensors)
         core, core_seconds = self._core()
         kept = self._touched(self.saved.layer(mixture))
-        again = {"full": seconds + core_seconds + kept, "selective": core_seconds}.get(self.recompute or "", 0.0)
+        again = {"full": seconds + core_seconds + kept, "selective": core_seconds,
+                 "light": self._from_latent(tensors) + kept / 2}.get(self.recompute or "", 0.0)
         tp, tp_back = self._tensor(mixture)
         cp, cp_back = self._context()
         ep = self._experts() if mixture else Sent()
         ways = 2 if self.recompute == "full" else 1  # backward sends them again before it sends gradients
         hidden = self.speeds.overlap * core_seconds
-        repeat = self.recompute is not None
+        repeat = self.recompute in ("selective", "full")  # attention again, with its ring
         seconds_of = {"tp": self.seconds(tp), "tp_back": self.seconds(tp_back),
                       "cp": max(0.0, self.seconds(cp) - hidden),
                       "cp_back": max(0.0, self.seconds(cp_back) - 2.5 * hidden) + repeat * max(
@@ -188,6 +158,11 @@ class Layers:
         moved = (rows * k + n * k + rows * n) * self.width
         rate = self.cluster.card.flop_rate(self.arithmetic) * self.speeds.share
         return flop, max(flop / rate, moved / self.memory)
+
+    def _from_latent(self, tensors: list[tuple[int, TensorSpec]]) -> float:
+        """Seconds of the products that make queries, keys and values of a latent."""
+        sides = [tensor.local_shape(self.layout.tp) for _, tensor in tensors if "_b_proj.weight" in tensor.name]
+        return sum(self._product(self.saved.gathered, n, k)[1] for n, k in sides) if self.spec.latent else 0.0
 
     def _core(self) -> tuple[float, float]:
         """FLOP and seconds of attention itself, a layer's on average."""
