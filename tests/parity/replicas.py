@@ -101,7 +101,8 @@ def whole_gradients(model):
             known = bucket.flat.view(there, p)
             assert known.min() == known.max(), "some ranks have a gradient, and others none"
             out[p] = bucket.flat.view(row, p) if known.max() else None
-    return {name: out[p] for name, p in model.named_parameters() if p.requires_grad}
+    # experts that are spread over ranks lie in no row
+    return {name: out.get(p, p.grad) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def distance(theirs, ours):

@@ -90,9 +90,9 @@ class Layout:
         if self.kind == "interleaved":
             if self.chunks == 1:
                 raise ValueError("interleaved with chunks = 1 is 1f1b: give chunks of 2 or more, or schedule = '1f1b'")
-        elif self.chunks != CHUNKS[self.kind]:
-            raise ValueError(f"{self.kind} has {CHUNKS[self.kind]} stage{'s' * (CHUNKS[self.kind] > 1)} on each rank, "
-                             f"not chunks = {self.chunks}: several in turn are schedule = 'interleaved'")
+        elif self.chunks != (own := CHUNKS[self.kind]):
+            raise ValueError(f"{self.kind} has {own} stage{'s' * (own > 1)} on each rank, not chunks = {self.chunks}: "
+                             f"give chunks = {own}, or schedule = 'interleaved', which has several in turn")
         sized(self.kind, pp, self.microbatches, self.chunks)
 
     def _check_experts(self) -> None:
@@ -180,9 +180,10 @@ class Layout:
         return {**{axis: place[axis] for axis in self.axes}, "ep": within // self.expert_tp % self.ep}
 
     def distance(self, axis: str) -> int:
-        """How many ranks lie between one and the next along the axis: 1 are neighbours. Of "ep" it is etp."""
+        """How many ranks on the next one along the axis is: 1 are neighbours. For "ep" that is the next part of the
+        experts, etp ranks of a stage on."""
         if axis == "ep":
-            return self.expert_tp
+            return self.expert_tp * self.distance("tp")
         sizes = list(self.axes.items())
         return prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) + 1 :])
 
