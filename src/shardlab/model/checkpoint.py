@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ..specs import ModelSpec
 from .folders import written_whole
 from .hf_config import config, stored_name
 from .parameters import Window, distinct, materialised
-from .stored import WHOLE, Stored, some
+from .stored import Stored, some, write_tensors
 from .transformer import Transformer
 
 __all__ = ["Window", "from_folder", "load", "save"]
@@ -56,9 +55,9 @@ def filling(
             parameter = materialised(model, names, unfilled, device)
             read = _fill(parameter, stored.tensor(first))
             for copy in copies:
-                part = _part(parameter, stored.tensor(copy))
-                read += part.nbytes
-                if not torch.equal(_held(parameter), part.to(parameter)):
+                other = part(parameter, stored.tensor(copy))
+                read += other.nbytes
+                if not torch.equal(_held(parameter), other.to(parameter)):
                     raise ValueError(_untied(folder, first, copy))
             del parameter  # the caller's to drop
             yield names[0], read
@@ -74,9 +73,9 @@ def matched(model: Transformer, folder: str | Path) -> Iterator[dict[nn.Paramete
     with Stored(folder) as stored:
         sources = {}
         for (_, parameter), (first, *copies) in zip(distinct(model), _match(model, stored), strict=True):
-            sources[parameter] = _part(parameter, stored.tensor(first))
+            sources[parameter] = part(parameter, stored.tensor(first))
             for copy in copies:
-                if not torch.equal(sources[parameter], _part(parameter, stored.tensor(copy))):
+                if not torch.equal(sources[parameter], part(parameter, stored.tensor(copy))):
                     raise ValueError(_untied(folder, first, copy))
         yield sources
 
@@ -99,17 +98,17 @@ def save(model: Transformer, folder: str | Path) -> None:
             raise ValueError(f"{name} is {'cut' if cut else 'on meta'}: save the whole model")
     if missing := whole.keys() - parameters.keys():
         raise ValueError(f"{min(missing)} is on another rank: save the whole model")
-    write(model.spec, {names[0]: parameter for names, parameter in distinct(model)}, folder)
-
-
-def write(spec: ModelSpec, values: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Write whole `values`, by the plain model's names, each of two tied ones once, as `save` does."""
-    dtype = str(next(iter(values.values())).dtype).removeprefix("torch.")
+    dtype = next(model.parameters()).dtype
     with written_whole(Path(folder)) as unfinished:
-        text = json.dumps(config(spec, dtype), indent=2) + "\n"
-        (unfinished / "config.json").write_text(text, encoding="utf-8")
-        tensors = {stored_name(spec, name): value.detach().contiguous() for name, value in values.items()}
-        save_file(tensors, unfinished / WHOLE, metadata={"format": "pt"})
+        write(model.spec, dtype, ((names[0], parameter) for names, parameter in distinct(model)), unfinished)
+
+
+def write(spec: ModelSpec, dtype: torch.dtype, values: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write into `folder` whole `values`, by the plain model's names, each of two tied ones once, and a config.json
+    that says `dtype`. Raises ValueError where no model type has the spec's layers."""
+    text = json.dumps(config(spec, str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    write_tensors(((stored_name(spec, name), value) for name, value in values), folder)
 
 
 def _untied(folder: str | Path, first: str, copy: str) -> str:
@@ -120,7 +119,7 @@ def _untied(folder: str | Path, first: str, copy: str) -> str:
 def _match(model: Transformer, stored: Stored) -> list[list[str]]:
     """The stored tensors that each distinct parameter is: one, or several that are tied. ValueError on a mismatch."""
     spec = model.spec
-    wanted = [([stored_name(spec, name) for name in names], _whole_shape(held)) for names, held in distinct(model)]
+    wanted = [([stored_name(spec, name) for name in names], whole_shape(held)) for names, held in distinct(model)]
     sources = [[name for name in names if name in stored.names] for names, _ in wanted]
     known = {stored_name(spec, tensor.name) for tensor in spec.tensors()}.union(*(names for names, _ in wanted))
     missing = [names[0] for (names, _), found in zip(wanted, sources, strict=True) if not found]
@@ -137,7 +136,7 @@ def _match(model: Transformer, stored: Stored) -> list[list[str]]:
     return sources
 
 
-def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of the whole tensor that a parameter is, or is a window of."""
     shape, window = list(parameter.shape), getattr(parameter, "window", None)
     if window is not None:
@@ -145,7 +144,7 @@ def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _part(parameter: nn.Parameter, stored: torch.Tensor) -> torch.Tensor:
+def part(parameter: nn.Parameter, stored: torch.Tensor) -> torch.Tensor:
     """The part of the stored tensor that the parameter holds."""
     window: Window | None = getattr(parameter, "window", None)
     return stored if window is None else stored.narrow(window.dim, window.start, window.stop - window.start)
@@ -162,8 +161,8 @@ def _fill(parameter: nn.Parameter, stored: torch.Tensor) -> int:
 
     Copied, though the file is mapped: a parameter that is a view of the file would keep all of it, and change with it.
     """
-    part, held = _part(parameter, stored), _held(parameter)
+    source, held = part(parameter, stored), _held(parameter)
     if held.numel() < parameter.numel():
         parameter.zero_()
-    held.copy_(part)
-    return part.nbytes
+    held.copy_(source)
+    return source.nbytes

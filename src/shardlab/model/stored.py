@@ -1,16 +1,22 @@
-"""The tensors in a Hugging Face folder, by name, whichever of its safetensors files they are in."""
+"""The tensors in a Hugging Face folder, by name, whichever of its safetensors files they are in, read and written.
+
+One file, `model.safetensors`, or several beside an index that says which tensor is in which. What lies beside the
+weights in the same way, under a stem of its own, is read and written alike.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from .mapped import Mapped
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST = 2 * 2**30  # bytes of a file, and so of what is held while one is written
 
 
 class Stored:
@@ -20,8 +26,9 @@ class Stored:
     and the remedy, where a file is missing, cut short or no safetensors; pickled weights are refused.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, stem: str = "model"):
         self.folder = Path(folder)
+        self._whole, self._index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         self._files: dict[str, Mapped] = {}
         self._file_of = self._read_index()
 
@@ -42,9 +49,9 @@ class Stored:
 
     def _read_index(self) -> dict[str, str]:
         """Tensor name → file name, of a single file or of all files of an index, each opened."""
-        index = self.folder / INDEX
+        index = self.folder / self._index
         if not index.exists():
-            return dict.fromkeys(self._open(WHOLE), WHOLE)
+            return dict.fromkeys(self._open(self._whole), self._whole)
         try:
             file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             if not all(isinstance(file, str) and file for file in file_of.values()):
@@ -70,15 +77,54 @@ class Stored:
     def _missing(self, path: Path) -> str:
         if not self.folder.is_dir():
             return f"{self.folder} is not a folder"
-        if path.name != WHOLE:
-            return f"{path} is named by {INDEX} and missing: fetch the folder's remaining files"
+        if path.name != self._whole:
+            return f"{path} is named by {self._index} and missing: fetch the folder's remaining files"
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.folder.glob(pattern))
         if pickled:
             return (
                 f"{self.folder} has its weights in {some(pickled)}: pickled, which can run any code when read. "
                 "Convert them where you trust them: transformers' from_pretrained, then save_pretrained"
             )
-        return f"{self.folder} has neither {WHOLE} nor {INDEX}"
+        return f"{self.folder} has neither {self._whole} nor {self._index}"
+
+
+def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, stem: str = "model",
+                  most: int = MOST) -> None:
+    """Write `tensors`, (name, value) one after another, into `folder`, as `Stored` reads them; of none, nothing.
+
+    A file has `most` bytes at most, or a single tensor, and no more is held on the way. Raises OSError where one can't
+    be written.
+    """
+    held: dict[str, torch.Tensor] = {}
+    files: list[list[str]] = []  # the names in each
+    size = total = 0
+
+    def close() -> None:
+        path = folder / f"{stem}-{len(files)}"
+        try:
+            save_file(held, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path} can't be written: {error}") from None
+        files.append(list(held))
+        held.clear()
+
+    for name, value in tensors:
+        if held and size + value.nbytes > most:
+            close()
+            size = 0
+        held[name] = value.detach().cpu().contiguous()
+        size += value.nbytes
+        total += value.nbytes
+    if held:
+        close()
+    n = len(files)
+    called = [f"{stem}.safetensors" if n == 1 else f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    for i, file in enumerate(called):
+        (folder / f"{stem}-{i}").rename(folder / file)
+    if n > 1:
+        index = {"metadata": {"total_size": total},
+                 "weight_map": {name: file for file, names in zip(called, files, strict=True) for name in names}}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def some(names: list[str]) -> str:

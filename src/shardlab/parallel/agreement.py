@@ -1,13 +1,19 @@
-"""Whether ranks are about to do the same: each says in one number what it would, and they compare."""
+"""Whether ranks are about to do the same: each says in one number what it would, and they compare. And what else they
+tell each other: a few words, or that one of them has failed."""
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm import ops
+
+KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileExistsError, FileNotFoundError,
+                                          PermissionError)}
 
 
 def differing(plan: bytes, group: dist.ProcessGroup) -> int | None:
@@ -36,3 +42,29 @@ def agree(plan: bytes, group: dist.ProcessGroup, does: str) -> None:
     if (rank := differing(plan, group)) is not None:
         raise ValueError(f"rank {rank} {does} otherwise than rank {dist.get_process_group_ranks(group)[0]}: give all "
                          "ranks the same model, schedule, weights and micro-batches")
+
+
+def told(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> list:
+    """What each rank of the group says, in their order: anything that JSON can say."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = ops.all_gather(torch.tensor(len(text), device=device), group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    rows = ops.all_gather(padded, group).view(len(sizes), -1)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def together(failure: Exception | None, what: str) -> None:
+    """Raise on all ranks where one has failed, so that none goes on alone and waits for it: its own error there, on the
+    others one of the same kind (a RuntimeError, if it is none of `KINDS`) that says which rank could not do `what`, and
+    why. All ranks call it."""
+    if dist.is_initialized():
+        own = None if failure is None else (type(failure).__name__, str(failure))
+        world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        said = told(own, world, travels_on(world))
+        rank = next((rank for rank, each in enumerate(said) if each is not None), None)
+        if failure is None and rank is not None:
+            kind, text = said[rank]
+            raise KINDS.get(kind, RuntimeError)(f"rank {rank} could not {what}: {text}")
+    if failure is not None:
+        raise failure

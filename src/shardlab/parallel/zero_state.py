@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 
 from ..comm import ops
+from .agreement import told
 from .flat import Flat
 from .gathering import alone
+from .stepped import MASTER, belong, sharded
 
 if TYPE_CHECKING:
     from .zero import Stage1
 
 PLAIN = ("step", "mu_product", "mu", "eta")  # states that are one number a parameter; all others are one an element
-MASTER = "master"  # the state that holds a 16-bit parameter in float32
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     `model.state_dict()` and `load_state_dict` belong in here. A model that holds its weights whole is left as it is.
     """
-    reducer = _sharded(model)
+    reducer = sharded(model)
     if reducer is None or reducer.weights.opened:
         yield
         return
@@ -51,7 +50,7 @@ class Held(NamedTuple):
 
 def held(model: nn.Module) -> Iterator[Held]:
     """The weights that this rank answers for, to be filled from a file: write into `memory`, then call `filled`."""
-    reducer = _sharded(model)
+    reducer = sharded(model)
     if reducer is not None and reducer.weights.opened:
         raise RuntimeError("inside zero.gathered(model) the whole weights count: fill the slices outside of it, or use "
                            "model.load_state_dict here")
@@ -68,7 +67,7 @@ def held(model: nn.Module) -> Iterator[Held]:
 
 def filled(model: nn.Module) -> None:
     """What `held` gave has been filled, on every rank: master copies and the other ranks' weights follow."""
-    if (reducer := _sharded(model)) is not None:
+    if (reducer := sharded(model)) is not None:
         _renew(reducer)
         reducer.weights.updated()
 
@@ -81,10 +80,10 @@ def state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     that is cut over other axes too, it has this rank's part.) Parameters of 16 bits have one state more, "master",
     their copy in float32.
     """
-    reducer = _sharded(model)
+    reducer = sharded(model)
     if reducer is None:
         return optimizer.state_dict()
-    _belong(reducer, optimizer)
+    belong(reducer, optimizer)
     with _whole(reducer):
         out = optimizer.state_dict()
     parameters = [parameter for group in reducer.order for parameter in group]
@@ -122,11 +121,11 @@ def load_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping
 
     Raises ValueError where its groups are not those of the optimizer, or its states of other shapes than parameters.
     """
-    reducer = _sharded(model)
+    reducer = sharded(model)
     if reducer is None:
         optimizer.load_state_dict(dict(state))
         return
-    _belong(reducer, optimizer)
+    belong(reducer, optimizer)
     sizes = [[len(group) for group in groups] for groups in
              (reducer.order, [saved["params"] for saved in state["param_groups"]])]
     if sizes[0] != sizes[1]:
@@ -161,11 +160,6 @@ def whole(reducer: Stage1, row: Flat, parts: Mapping[nn.Parameter, torch.Tensor]
     return ops.all_gather(mine, reducer.group)
 
 
-def _sharded(model: nn.Module) -> Stage1 | None:
-    reducer = getattr(model, "reducer", None)
-    return reducer if reducer is not None and reducer.shards else None
-
-
 @contextmanager
 def _whole(reducer: Stage1) -> Iterator[None]:
     """In the block the optimizer's own state_dict and load_state_dict may be called."""
@@ -182,13 +176,6 @@ def _fit(i: int, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         if torch.is_tensor(value) and name not in PLAIN and value.shape != parameter.shape:
             raise ValueError(f"state {name} of parameter {i} is {tuple(value.shape)}, the parameter "
                              f"{tuple(parameter.shape)}: these are the states of another model, or of another cut")
-
-
-def _belong(reducer: Stage1, optimizer: optim.Optimizer) -> None:
-    """Raise ValueError where the optimizer is not the one that the model was sharded with."""
-    held = {part for group in optimizer.param_groups for part in group["params"]}
-    if len(optimizer.param_groups) != len(reducer.order) or held != set(reducer.stepped.values()):
-        raise ValueError("this optimizer is not the one that was given to zero.shard with the model")
 
 
 @torch.no_grad()
@@ -227,13 +214,3 @@ def _union(kinds: dict[int, dict[str, tuple[str, Any]]], reducer: Stage1) -> dic
         for i, states in each.items():
             out.setdefault(int(i), {}).update({name: tuple(kind) for name, kind in states.items()})
     return out
-
-
-def told(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> list:
-    """What each rank of the group says, in their order: anything that JSON can say."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = ops.all_gather(torch.tensor(len(text), device=device), group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-    padded[: len(text)] = text
-    rows = ops.all_gather(padded, group).view(len(sizes), -1)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
