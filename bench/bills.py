@@ -1,8 +1,9 @@
-"""How fast the accounts answer: 10,000 memory bills, and a fresh process's import of `shardlab.cost`.
+"""How fast the accounts answer: 10,000 memory bills, the planner's search, a fresh process's import of `shardlab.cost`.
 
-Bills are a mix of models, layouts, formats and tasks, each asked for its bytes on a rank. The import is what it adds
-to an empty Python, bytecode cached, the least of several. Both are processor time: a shared machine's clock tells of
-others.
+Bills are a mix of models, layouts, formats and tasks, each asked for its bytes on a rank. The search is for the best
+layouts of DeepSeek-V3 on 2048 H800 at its published batch; the plan's page has the bill of each of the best ten, to the
+last action of their schedules. The import is what it adds to an empty Python, bytecode cached, the least of several.
+All are processor time: a shared machine's clock tells of others.
 
     python bench/bills.py
 """
@@ -17,10 +18,10 @@ import tempfile
 import time
 from itertools import cycle, islice
 
-from shardlab.cost import memory, serving, training
-from shardlab.specs import Layout, find_model
+from shardlab.cost import memory, plan_training, serving, training
+from shardlab.specs import ClusterSpec, Layout, find_model
 
-BILLS, BILLS_LIMIT, IMPORT_LIMIT = 10_000, 2.0, 0.1
+BILLS, BILLS_LIMIT, PLAN_LIMIT, IMPORT_LIMIT = 10_000, 2.0, 2.0, 0.1
 MODELS = [find_model(name) for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-235b-a22b", "deepseek-v3")]
 ASKED = [
     lambda spec, layout: memory(spec, layout, "bf16", training=True, master="fp32"),
@@ -39,6 +40,16 @@ def bills(n: int) -> float:
     return time.process_time() - start
 
 
+def plan() -> tuple[int, float, float]:
+    """How many layouts fit, seconds of processor time that it took to find the best, and to write the page of them."""
+    start = time.process_time()
+    found = plan_training(find_model("deepseek-v3"), ClusterSpec.of("h800", 2048), tokens=15360 * 4096, seq=4096,
+                          arithmetic="fp8")
+    searched = time.process_time()
+    str(found)
+    return found.search.fit, searched - start, time.process_time() - searched
+
+
 def processor_time(code: str, environ: dict[str, str], repeats: int = 7) -> float:
     """The least processor time, in seconds, of a fresh Python that runs `code`."""
     times = []
@@ -52,12 +63,15 @@ def processor_time(code: str, environ: dict[str, str], repeats: int = 7) -> floa
 
 def main() -> None:
     seconds = bills(BILLS)
+    fit, search, page = plan()
     with tempfile.TemporaryDirectory() as cache:
         environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environ["PYTHONPYCACHEPREFIX"] = cache
         processor_time("import shardlab.cost", environ, 1)
         added = processor_time("import shardlab.cost", environ) - processor_time("pass", environ)
     print(f"{BILLS:,} bills in {seconds:.2f} s, {seconds / BILLS * 1e6:.0f} µs each (aim: {BILLS_LIMIT} s)")
+    print(f"DeepSeek-V3 on 2048 cards: the best of {fit:,} layouts that fit in {search:.2f} s (aim: {PLAN_LIMIT} s), "
+          f"their page in {page:.1f} s")
     print(f"import shardlab.cost: {added * 1000:.0f} ms (aim: {IMPORT_LIMIT * 1000:.0f} ms)")
 
 
