@@ -1,4 +1,4 @@
-"""The command line: `shardlab plan MODEL --card h100 --cards 8`, `shardlab bench links`."""
+"""The command line: `shardlab plan MODEL --card h100`, `shardlab train --layout dp=2`, `shardlab bench links`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import NoReturn
 import typer
 
 from .bench import bench
+from .doctor import doctor
 from .plan import plan
+from .train import train
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command()(plan)
+app.command()(train)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 
 @app.callback()
 def shardlab() -> None:
-    """What a model needs, on which cards, before any of them is started."""
+    """What a model needs, on which cards, before any of them is started; then its training, cut over ranks."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

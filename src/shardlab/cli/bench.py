@@ -37,7 +37,7 @@ def links(
             raise ValueError(f"--repeats must be 1 or more, not {repeats}")
         if transport not in ("backend", "shm"):
             raise ValueError(f"--transport must be backend or shm, not {transport}")
-        samples = launch(_round_trips, 2, transport, repeats, backend="gloo")[0]
+        samples = launch(half_round_trips, 2, transport, repeats, backend="gloo")[0]
         fitted = fit(samples[::2])
     except (ValueError, RuntimeError) as error:
         refuse(ValueError(str(error).splitlines()[0]))  # of a rank's failure, without its traceback
@@ -49,11 +49,12 @@ def links(
         _show(samples, fitted, statistics.median(errors))
 
 
-def _round_trips(group, transport: str, repeats: int) -> list[tuple[int, float]]:
+def half_round_trips(group, transport: str, repeats: int, sizes: list[int] = SIZES) -> list[tuple[int, float]]:
+    """What a rank does: `comm.half_round_trips` over a transport."""
     from .. import comm
 
     with comm.use(transport=transport):
-        return comm.half_round_trips(group, SIZES, repeats)
+        return comm.half_round_trips(group, sizes, repeats)
 
 
 def _show(samples: list[tuple[int, float]], fitted: Fit, error: float) -> None:
