@@ -62,8 +62,10 @@ class Case:
         return ", ".join([self.layout.degrees + pipe, *[f"{near} inside nodes"] * (self.per_node > 1), self.link])
 
     @property
-    def topology(self) -> Topology | None:
-        return None if self.mb is None else slowed(self.ranks // self.per_node, self.per_node, self.mb)
+    def way(self) -> dict:
+        """How it is sent: what `comm.use` takes."""
+        topology = None if self.mb is None else slowed(self.ranks // self.per_node, self.per_node, self.mb)
+        return {"transport": "shm", "topology": topology}
 
 
 def slowed(nodes: int, per_node: int, mb: int) -> Topology:
@@ -105,9 +107,8 @@ class Seen:
         for link, way in ways.items():
             self.messages[link] += crews[2].run(lambda group, way=way: machine.messages(group, SIZES, way))[0]
         for case in CASES:
-            way = {"transport": "shm", "topology": case.topology}
-            times = crews[case.ranks].run(lambda group, name=case.name, way=way: machine.turn(group, name, way))
-            self.steps[case].append(max(times))
+            told = case.name, case.way
+            self.steps[case].append(max(crews[case.ranks].run(lambda group, told=told: machine.turn(group, *told))))
 
 
 @dataclass
@@ -210,8 +211,8 @@ def main() -> None:
         for p, crew in crews.items():
             crew.run(lambda group, batch=BATCH // p: machine.plain(group, "plain", SPEC, batch, SEQ))
         for case in CASES:
-            crews[case.ranks].run(lambda group, case=(case.name, SPEC, case.layout): machine.ready(
-                group, *case, BATCH, SEQ))
+            told = case.name, SPEC, case.layout, BATCH, SEQ, case.way
+            crews[case.ranks].run(lambda group, told=told: machine.ready(group, *told))
         for _ in range(asked.turns):
             seen.turn(crews)
     lines, data = shown(seen, asked.turns)

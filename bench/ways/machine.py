@@ -23,15 +23,15 @@ WINDOW = 0.4  # seconds for which a rank repeats what is measured
 _steps: dict[str, Callable[[], object]] = {}  # this rank's, by the name of their case
 
 
-def ready(group, name: str, spec: ModelSpec, how: Layout, batch: int, seq: int) -> None:
-    """Make the case: `batch` sequences a step over all replicas, real text, AdamW; and take two steps of it."""
+def ready(group, name: str, spec: ModelSpec, how: Layout, batch: int, seq: int, way: dict) -> None:
+    """Make the case: `batch` sequences a step over all replicas, real text, AdamW; and take a step of it, which makes
+    the optimizer's states and whatever it takes to send as `way` says (`comm.use`)."""
     model, optimizer, axes = layout.cut(_model(spec), how, _adamw)
     assert optimizer is not None
     draw = Batches(text(), seq, batch, how.microbatches)
     parts, orders = draw(0, how.place(group.rank())["dp"], how.dp), how.orders
     _steps[name] = lambda: step(model, optimizer, parts, axes.data, orders=orders)
-    for _ in range(2):
-        _steps[name]()
+    turn(group, name, way)
 
 
 def plain(group, name: str, spec: ModelSpec, batch: int, seq: int) -> None:
@@ -39,12 +39,11 @@ def plain(group, name: str, spec: ModelSpec, batch: int, seq: int) -> None:
     model = _model(spec)
     optimizer, parts = _adamw(model.parameters()), Batches(text(), seq, batch)(0)
     _steps[name] = lambda: step(model, optimizer, parts)
-    for _ in range(2):
-        _steps[name]()
+    turn(group, name)
 
 
 def turn(group, name: str, way: dict | None = None) -> float:
-    """Seconds of a step of the case, sent as `way` says (`comm.use`), after all ranks have met."""
+    """Seconds of a step of the case, after all ranks have met."""
     dist.barrier()
     start = time.perf_counter()
     with comm.use(**(way or {})):
