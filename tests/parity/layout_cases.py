@@ -5,6 +5,7 @@ by hand. Of more than can be run a covering set is: whatever two choices go toge
 optimizer are together in one of its cases.
 """
 
+import sys
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import permutations, product
@@ -15,7 +16,8 @@ from shardlab.schedule import CHUNKS, SCHEDULES
 from shardlab.specs import Layout
 
 FREE = {"moe": (False, True), "tied": (False, True), "labels": ("equal", "ragged", "one without"),
-        "optimizer": ("momentum", "adamw"), "transport": ("backend", "shm")}
+        "optimizer": ("momentum", "adamw"),
+        "transport": ("backend", "shm") if sys.platform == "linux" else ("backend",)}
 
 
 class Plain(NamedTuple):
