@@ -84,7 +84,7 @@ def train(plain, theirs, twin, ours, groups, step, seq, max_norm=0.3):
     return seen
 
 
-def compare(group, seq=9, steps=5, transport="backend", **how):
+def compare(group, seq=9, steps=2, transport="backend", **how):
     """Train both for `steps`: the largest differences."""
     (plain, theirs), (twin, ours), groups = twins(group, **how)
     with comm.use(transport=transport):

@@ -26,7 +26,7 @@ KINDS = {
 
 @pytest.mark.parametrize("p,optimizer", [(2, "sgd"), (3, "adamw"), (4, "sgd"), (4, "adamw")])
 def test_a_cut_sequence_is_the_plain_model(pool, p, optimizer):
-    check(pool(p).run(compare, optimizer=optimizer))
+    check(pool(p).run(compare, optimizer=optimizer, steps=5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_experts_with_a_tensor_axis(pool, etp):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_a_data_axis(pool, stage):
-    check(pool(4).run(compare, dp=2, stage=stage, steps=3))
+    check(pool(4).run(compare, dp=2, stage=stage))
 
 
 @pytest.mark.more

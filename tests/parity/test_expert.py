@@ -13,12 +13,12 @@ from shardlab.parallel.loss import valid_tokens
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cut_experts_are_the_plain_ones(pool, ranks, kind):
     """FAULTS E1, E3, E4: and the same on 1, 2 and 4 ranks, for one plain training is the measure of all."""
-    parity(pool, kind, ranks, "adamw")
+    parity(pool, kind, ranks, "adamw", steps=5 if kind in ("dropless", "deepseek") else 3)
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "weight", "padded", "all to one"])
 def test_momentum_and_weights_that_do_not_decay(pool, kind):
-    parity(pool, kind, 2, "sgd", steps=3)
+    parity(pool, kind, 2, "sgd", steps=2)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -46,7 +46,7 @@ def test_in_debug_mode(pool):
 @pytest.mark.parametrize("kind", ["deepseek", "skewed"])
 def test_a_bias_that_evens_loads_is_the_same_on_all_ranks(pool, kind):
     """Moved after each step by the loads of all ranks' tokens."""
-    steps = parity(pool, kind, 2, rate=0.05)
+    steps = parity(pool, kind, 2, rate=0.05, steps=3)
     first, last = (step[3].double() for step in (steps[0], steps[-1]))
     assert not torch.equal(first, last)
 

@@ -6,6 +6,7 @@ to them; the key that the heads share; with sequence parallelism what each rank 
 
 import pytest
 import torch
+from covering import pairs_first
 from twins import SIZES, batch, check, check_float32, compare, distances, twins
 
 from shardlab import comm
@@ -40,7 +41,7 @@ FEWER = [pytest.param(spec, p, id=f"{name}-{p}", marks=[pytest.mark.more] * (p <
 
 @pytest.mark.parametrize("sizes,p", RUNS)
 def test_a_cut_model_is_the_plain_one(pool, sizes, p):
-    check(pool(p).run(compare, sizes))
+    check(pool(p).run(compare, sizes, steps=5 if sizes is MLA else 2))
 
 
 @pytest.mark.more
@@ -53,18 +54,17 @@ def test_by_adamw_too(pool, sizes, p):
 @pytest.mark.parametrize("sizes,p", FEWER)
 def test_cut_by_tokens_too(pool, sizes, p, mode, optimizer):
     """Of 11 tokens, which no number of ranks divides."""
-    check(pool(p).run(compare, sizes, optimizer=optimizer, mode=mode, shape=(1, 11)))
+    check(pool(p).run(compare, sizes, optimizer=optimizer, mode=mode, shape=(1, 11), steps=5 if sizes is MLA else 2))
 
 
 @pytest.mark.parametrize("mode", [False, *MODES])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 5)], ids=str)
 def test_few_tokens(pool, shape, mode):
-    check(pool(4).run(compare, EVERYTHING, mode=mode, shape=shape, steps=3))
+    check(pool(4).run(compare, EVERYTHING, mode=mode, shape=shape))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("p,mode", [(1, False), *((3, mode) for mode in (False, *MODES)),
-                                    *(pytest.param(4, mode, marks=pytest.mark.more) for mode in (False, *MODES))])
+@pytest.mark.parametrize("p,mode,recompute", [
+    (1, False, "full"), *pairs_first([3, 4], [False, *MODES], ["selective", "full"])])
 def test_blocks_computed_again(pool, p, mode, recompute):
     check(pool(p).run(compare, EVERYTHING, (), "adamw", 2, recompute, mode, shape=(2, 5)))
 
@@ -115,8 +115,10 @@ def whole(group, sizes, mode):
     return distance, same + [torch.equal(text, texts[0]) for text in texts], cache.nbytes
 
 
-@pytest.mark.parametrize("mode", [False, *MODES])
-@pytest.mark.parametrize("sizes", [MLA, WIDE, STRAIGHT], ids=["latents", "wide", "straight"])
+@pytest.mark.parametrize("sizes,mode", [
+    pytest.param(sizes, mode, id=f"{name}-{mode}", marks=[pytest.mark.more] * (i != j))
+    for i, (name, sizes) in enumerate({"straight": STRAIGHT, "wide": WIDE, "latents": MLA}.items())
+    for j, mode in enumerate([False, *MODES])])
 def test_what_the_caller_gets_is_whole_and_so_is_the_cache(pool, sizes, mode):
     """A latent serves all heads: each rank's cache holds 2 layers × 3 sequences × 9 tokens of it, as a single one's."""
     for distance, same, held in pool(4).run(whole, sizes, mode):

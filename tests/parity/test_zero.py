@@ -25,20 +25,21 @@ ZERO = [1, 2, 3]
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("p", WORLDS)
 def test_a_sharded_model_is_the_plain_one(pool, p, stage):
-    for optimizer in OPTIMIZERS if p == 3 else ("sgd", "adamw"):
-        check(pool(p).run(compare, stage, optimizer))
+    """Five steps of AdamW; of the others, which forgive no factor, two on three ranks, where nothing divides."""
+    for optimizer in OPTIMIZERS if p == 3 else ("adamw",):
+        check(pool(p).run(compare, stage, optimizer, steps=5 if optimizer == "adamw" else 2))
 
 
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("p", [pytest.param(p, marks=[pytest.mark.more] * (p < 4)) for p in WORLDS])
 def test_a_sharded_model_is_the_plain_one_through_shared_memory(pool, p, stage):
-    check(pool(p).run(compare, stage, transport="shm"))
+    check(pool(p).run(compare, stage, transport="shm", steps=2))
     check_float32(pool(p).run(compare, stage, "sgd", "shm", torch.float32, steps=2))
 
 
 @pytest.mark.parametrize("stage", ZERO)
 def test_a_single_rank_is_the_plain_model(pool, stage):
-    check(pool(1).run(compare, stage))
+    check(pool(1).run(compare, stage, steps=2))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -52,6 +52,9 @@ class Piece(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]
 
 
+Known = tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]  # of a parameter: see `_parameters`
+
+
 def mark(module: nn.Module, name: str = "weight", *, cut: dist.ProcessGroup | tuple[dist.ProcessGroup, ...] = (),
          partial: dist.ProcessGroup | None = None, spread: bool = False) -> None:
     """Note how ranks hold the parameter `name` of `module`, if it has one."""
@@ -70,16 +73,17 @@ def finish(model: nn.Module) -> None:
     cut over ranks that no data axis takes in, and where experts have the gradients of more or fewer ranks' tokens than
     the rest of the model.
     """
-    check_tokens(model, marks(model).values())
+    every = list(_parameters(model))
+    check_tokens(model, [own for _, _, own, _ in every])
     with phase("finish"):
         if (reducer := getattr(model, "reducer", None)) is not None:
-            for name, parameter, own, _ in _trained(model):
-                if parameter not in reducer and not own.spread:
+            for name, parameter, own, _ in every:
+                if parameter.requires_grad and parameter not in reducer and not own.spread:
                     raise RuntimeError(f"the gradient of {name} is not summed over ranks: it is new, or was frozen, "
                                        "since the model was replicated or sharded; do that last")
             reducer.finish()
         parts: dict[tuple, list[torch.Tensor]] = {}
-        for piece in pieces(model):
+        for piece in pieces(model, every):
             if piece.mark.partial is not None:
                 if hasattr(piece.gradient, "finished"):  # also where another backward pass has been added to it
                     raise RuntimeError(f"the gradient of {piece.name} is summed already: call grads.finish once a "
@@ -103,13 +107,15 @@ def spread(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, each in marks(model).items() if each.spread}
 
 
-def pieces(model: nn.Module) -> Iterator[Piece]:
-    """What this rank holds of the gradients, each parameter once, those without a gradient left out."""
+def pieces(model: nn.Module, every: Iterable[Known] | None = None) -> Iterator[Piece]:
+    """What this rank holds of the gradients, each parameter once, those without a gradient left out. `every` is what
+    `_parameters` gives, where that is known: with many experts, looking through a model takes longer than summing."""
     held = getattr(model, "reducer", None)
-    for name, parameter, own, groups in _trained(model):
-        gradient = parameter.grad if held is None or own.spread else held.gradient(parameter)
-        if gradient is not None:
-            yield Piece(name, gradient, own, groups)
+    for name, parameter, own, groups in _parameters(model) if every is None else every:
+        if parameter.requires_grad:
+            gradient = parameter.grad if held is None or own.spread else held.gradient(parameter)
+            if gradient is not None:
+                yield Piece(name, gradient, own, groups)
 
 
 @torch.no_grad()
@@ -121,15 +127,19 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     another rank's copy counts. Raises ValueError on a `norm_type` below 1, RuntimeError before `finish`, and where that
     raises it for a cut sequence or experts.
     """
+    return _norm(model, norm_type, list(_parameters(model)))
+
+
+def _norm(model: nn.Module, norm_type: float, every: list[Known]) -> torch.Tensor:
     if not norm_type >= 1:
         raise ValueError(f"norm_type = {norm_type}: give a number from 1, or inf")
-    check_tokens(model, marks(model).values())
+    check_tokens(model, [own for _, _, own, _ in every])
     largest, reducer = math.isinf(norm_type), getattr(model, "reducer", None)
     if reducer is not None and reducer.used:
         raise RuntimeError("the gradients are not summed over ranks yet: call grads.finish(model) after backward")
     # by what the parameters are, not by what is there: a rank that holds no gradient takes part all the same. What is
     # frozen is so on all ranks, but for experts, of which each has its own
-    every, pipeline = list(_parameters(model)), _pipeline(model)
+    pipeline = _pipeline(model)
     join = torch.maximum if largest else torch.add
     total = torch.zeros((), dtype=torch.float64, device=every[0][1].device if every else None)
     with phase("clip"):
@@ -138,7 +148,7 @@ def norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
                     if own.spread is spread and (spread or parameter.requires_grad)]
             axes = dict.fromkeys(group for groups in some for group in groups if group not in pipeline)
             part = torch.zeros_like(total)
-            for piece in pieces(model):
+            for piece in pieces(model, every):
                 if piece.mark.spread is spread:
                     part = join(part, _share(piece, axes, norm_type, summed=reducer is not None and not spread))
             total = join(total, _over(axes, part, largest))
@@ -194,26 +204,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0,
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm = {max_norm}: give a number above 0, or inf to clip nothing")
-    total = norm(model, norm_type)
+    every = list(_parameters(model))
+    total = _norm(model, norm_type, every)
     if not torch.isfinite(total):
         if not error_if_nonfinite:
             return total
-        here = [piece.name for piece in pieces(model) if not torch.isfinite(piece.gradient).all()]
+        here = [piece.name for piece in pieces(model, every) if not torch.isfinite(piece.gradient).all()]
         raise FloatingPointError(f"the norm of the gradients is {total.item()}; not finite on this rank: "
                                  f"{', '.join(here[:5]) or 'none'}{' …' if len(here) > 5 else ''}. "
                                  "Lower the learning rate, or skip the step: error_if_nonfinite=False")
     scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-    if scale < 1 and (held := [piece.gradient for piece in pieces(model)]):  # a rank may hold nothing but padding
+    held = [piece.gradient for piece in pieces(model, every)] if scale < 1 else []
+    if held:  # a rank may have nothing but padding
         torch._foreach_mul_(held, scale)
     return total
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
-    """Those of `_parameters` that are trained."""
-    return (each for each in _parameters(model) if each[1].requires_grad)
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Mark, tuple[dist.ProcessGroup, ...]]]:
+def _parameters(model: nn.Module) -> Iterator[Known]:
     """Every parameter once: its name, itself, its mark, and the groups of which each rank holds a piece."""
     reducer = getattr(model, "reducer", None)
     known = marks(model)
