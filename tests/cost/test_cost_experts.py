@@ -178,8 +178,8 @@ def test_inference_of_cut_sequences_is_refused(price):
 
 
 def test_other_paths_that_dont_know_them_refuse():
-    with pytest.raises(ValueError, match="has experts: the traffic of the Llama kind alone is known; tp = 1"):
-        pipeline(SPEC, one_f_one_b(2, 4), batch=1, seq=8, layout=Layout(2, etp=1))
+    with pytest.raises(ValueError, match="has experts: over a tensor axis the traffic of the Llama kind alone"):
+        pipeline(SPEC, one_f_one_b(2, 4), batch=1, seq=8, layout=Layout(2, etp=1)).traffic(0)
     with pytest.raises(ValueError, match="has experts: over a tensor axis the traffic of the Llama kind alone"):
         traffic(SPEC, Layout(2, dp=2, ep=2), 1, 8)
 

@@ -179,7 +179,7 @@ def test_the_bill_as_text_and_data():
     assert "no layer: 0 params" in str(pipeline(ModelSpec(**SIZES | dict(layers=2)), schedule.gpipe(4, 2), **SIZE))
 
 
-GPIPE, ZB = schedule.gpipe(2, 2), schedule.zero_bubble(2, 2)
+GPIPE = schedule.gpipe(2, 2)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -190,9 +190,7 @@ GPIPE, ZB = schedule.gpipe(2, 2), schedule.zero_bubble(2, 2)
     (dict(layout=Layout(4)), "tp = 4 does not cut the 2 heads"),
     (dict(batch=0), "batch must be"), (dict(dtype="int4"), "unknown dtype|int4"),
     (dict(weights=(1, 2)), "weights must be 3 numbers"), (dict(optimizer="muon"), "unknown optimizer 'muon'"),
-    (dict(frozen=("layers.3",)), "has no layers.3 to freeze"),
-    (dict(spec=find_model("deepseek-v3"), layout=Layout(2)), "traffic of the Llama kind alone"),
-    (dict(spec=find_model("deepseek-v3"), orders=ZB), "give a schedule whose backward is not split")])
+    (dict(frozen=("layers.3",)), "has no layers.3 to freeze")])
 def test_what_cannot_be_priced_is_refused(change, message):
     given = dict(spec=SPEC, orders=GPIPE) | SIZE | change
     with pytest.raises(ValueError, match=message):

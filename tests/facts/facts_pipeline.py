@@ -5,6 +5,7 @@ from facts_sizes import year
 
 from shardlab.cost import Times, idle_by_formula, timeline
 from shardlab.schedule import SCHEDULES, forward_only
+from shardlab.specs import Layout
 from shardlab.specs.stages import split
 
 EQUAL = Times(1, 1, 1)  # F = 1, B = 2, of which W = 1
@@ -20,6 +21,10 @@ def held(ranks, microbatches, chunks):
 
 
 COMPUTED = {
+    "A000-rank-product": lambda: Layout(pp=16, dp=64, ep=64).world_size,  # experts lie over ranks of the data axis
+    "A000-dp": lambda: 2048 / Layout(pp=16).world_size,
+    "A000-notp": lambda: Layout(pp=16, dp=128, ep=64, zero=1).tp,
+    "A003-64gpu": lambda: Layout(8, pp=4, dp=2).world_size,
     "A000-year-gpipe": lambda: year("huang2018gpipe"),
     "A000-pp-latency": lambda: timeline(forward_only(4, 1), Times(1 / 4, 0, 0)).total,
     "A002-stages": lambda: len(split(SEVENTY.layers, SEVENTY.layers // 20)),

@@ -1,17 +1,14 @@
-"""Of how many micro-batches each place of a pipeline keeps activations, and when: read from the lists that run.
+"""Of how many micro-batches a rank of a pipeline keeps activations, and when: read from the list that runs.
 
 GPipe keeps all m, 1F1B min(p − r, m) at place r of p; the other schedules have no formula as short.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..schedule import SCHEDULES, Action, Orders, computing
-from ..specs import Layout
+from ..schedule import Action, computing
 
 
 class Moment(NamedTuple):
@@ -23,64 +20,26 @@ class Moment(NamedTuple):
     busy: int | None
 
 
-def moments(order: Sequence[Action]) -> Iterator[Moment]:
-    """What is kept inside of each B and I of the list, and behind each action."""
-    live: Counter[int] = Counter()
-    late: Counter[int] = Counter()
-    for kind, stage, *_ in computing([order])[0]:
+def moments(order: Sequence[Action]) -> list[Moment]:
+    """What is kept inside of each B and I of the list, and behind each action: what differs, in order."""
+    actions = computing([order])[0]
+    stages = sorted({action.stage for action in actions})
+    at = {stage: i for i, stage in enumerate(stages)}
+    live, late = [0] * len(stages), [0] * len(stages)
+    seen: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], None] = {}
+    for kind, stage, *_ in actions:
+        i = at[stage]
         if kind == "F":
-            live[stage] += 1
+            live[i] += 1
         elif kind == "W":
-            late[stage] -= 1
+            late[i] -= 1
         else:
-            yield _moment(live, late, stage)
-            live[stage] -= 1
-            late[stage] += kind == "I"
-        yield _moment(live, late, None)
+            seen[tuple(live), tuple(late), stage] = None
+            live[i] -= 1
+            late[i] += kind == "I"
+        seen[tuple(live), tuple(late), None] = None
 
+    def told(some: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple((stage, n) for stage, n in zip(stages, some, strict=True) if n)
 
-def fullest(layout: Layout) -> list[list[Moment]]:
-    """The moments of each place of the layout's pipeline at which no other one has as much of everything. Without a
-    pipeline one pass is kept at a time."""
-    times = layout.microbatches if layout.pp > 1 and layout.kind == "gpipe" else 1
-    return [[each._replace(live=tuple((stage, n * times) for stage, n in each.live)) for each in some]
-            for some in _fullest(*_short(layout))]
-
-
-def shortened(layout: Layout) -> Orders:
-    """The layout's schedule, with no more micro-batches than it takes for every place to hold what it ever holds: two
-    for each rank, and of GPipe, which holds them all, one. What a schedule does in its middle it does over and over."""
-    return _orders(*_short(layout))
-
-
-def _short(layout: Layout) -> tuple[str, int, int, int]:
-    """Name, ranks, micro-batches and chunks."""
-    if layout.pp == 1:
-        return "1f1b", 1, 1, 1
-    most = 1 if layout.kind == "gpipe" else 2 * layout.pp
-    return layout.kind, layout.pp, min(layout.microbatches, most), layout.chunks
-
-
-@cache
-def _orders(kind: str, pp: int, microbatches: int, chunks: int) -> Orders:
-    return SCHEDULES[kind](pp, microbatches, **({"chunks": chunks} if kind == "interleaved" else {}))
-
-
-@cache
-def _fullest(*sizes) -> list[list[Moment]]:
-    out = []
-    for order in _orders(*sizes):
-        some = list(dict.fromkeys(moments(order)))
-        out.append([each for each in some if not any(_less(each, other) for other in some)])
-    return out
-
-
-def _less(one: Moment, other: Moment) -> bool:
-    """Whether the other has all that the one has, and more."""
-    live, late = dict(other.live), dict(other.late)
-    return (one != other and one.busy in (None, other.busy) and all(n <= live.get(stage, 0) for stage, n in one.live)
-            and all(n <= late.get(stage, 0) for stage, n in one.late))
-
-
-def _moment(live: Counter[int], late: Counter[int], busy: int | None) -> Moment:
-    return Moment(tuple(sorted((+live).items())), tuple(sorted((+late).items())), busy)
+    return [Moment(told(here), told(there), busy) for here, there, busy in seen]

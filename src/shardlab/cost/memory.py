@@ -124,8 +124,7 @@ class States:
         if number is None and layout.ep > 1 and (one := [name for name in self.frozen
                                                          if re.search(r"experts\.\d", name)]):
             raise ValueError(f"{one[0]} is on some of the ranks only, ep = {layout.ep}: say whose bill with rank=")
-        held = parameters_of(self.spec, layout, self.frozen, number or 0)
-        rest, spread = held.of(place.stages, self.spec.tied).apart()
+        rest, spread = parameters_of(self.spec, layout, self.frozen, number or 0, place.stages).apart()
         rows = [DataRows(some, layout, self.spec.tied, bill.width, self.bucket, place.apart)
                 for some in (rest, spread if self.share_experts else ()) if some]
         converted = formats is not None and formats.part != formats.gradients

@@ -84,32 +84,34 @@ class Parameters(tuple[Parameter, ...]):
 
 
 def parameters(spec: ModelSpec, tp: int = 1, sp: bool = False, frozen: Collection[str] = (), *, ep: int = 1,
-               etp: int | None = None, part: int = 0) -> Parameters:
-    """What each of `tp` ranks holds of `spec`. `frozen` names weights, or modules with all weights inside them:
+               etp: int | None = None, part: int = 0, stages: Sequence[Stage] | None = None) -> Parameters:
+    """What each of `tp` ranks holds of `spec`, or of these `stages` of it. `frozen` names weights, or modules with all
+    weights inside them:
     ("embed_tokens", "layers.0.mlp.up_proj"). With `sp`, sequence parallelism, each rank has the gradients of its part
     of the sequence for weights that all hold whole. Of `ep` parts of each layer's experts the rank has number `part`,
     each expert cut over `etp` ranks (tp if None). Raises ValueError on a name that the model doesn't have."""
     if isinstance(frozen, str):
         raise ValueError(f"frozen = {frozen!r} is one name: give several, ({frozen!r},)")
-    held = list(_held(spec, tp, sp, etp or tp, ep > 1 or etp not in (None, tp)))
+    how = tp, sp, etp or tp, ep > 1 or etp not in (None, tp)
+    layers = range(spec.layers) if stages is None else sorted(layer for stage in stages for layer in stage.layers)
+    some = spec.experts.routed // ep if spec.experts else 0
+    held = list(_held(spec, layers, range(part * some, (part + 1) * some), *how))
     if frozen:
-        known = {name.rsplit(".", i)[0] for name, *_ in held for i in range(name.count(".") + 1)}
+        every = _held(spec, range(spec.layers), range(some * ep), *how)
+        known = {name.rsplit(".", i)[0] for name, *_ in every for i in range(name.count(".") + 1)}
         if unmet := [name for name in frozen if name not in known]:
             tied = ": its head is the embedding's weight" if spec.tied and unmet[0].startswith("lm_head") else ""
             raise ValueError(f"{spec.name} has no {unmet[0]} to freeze{tied}")
         names = tuple(f"{name}." for name in frozen)
         held = [each._replace(trained=each.trained and not f"{each.name}.".startswith(names)) for each in held]
-    if ep > 1 and spec.experts:
-        some = spec.experts.routed // ep
-        own = range(part * some, (part + 1) * some)
-        held = [each for each in held if not each.spread or int(each.name.split(".")[4]) in own]
-    return Parameters(held)
+    return Parameters(held) if stages is None else Parameters(held).of(stages, spec.tied)
 
 
-def parameters_of(spec: ModelSpec, layout: Layout, frozen: Collection[str] = (), rank: int = 0) -> Parameters:
-    """What `rank` of `layout` holds. Raises ValueError as `parameters` does."""
+def parameters_of(spec: ModelSpec, layout: Layout, frozen: Collection[str] = (), rank: int = 0,
+                  stages: Sequence[Stage] | None = None) -> Parameters:
+    """What `rank` of `layout` holds, or would hold of these `stages`. Raises ValueError as `parameters` does."""
     return parameters(spec, layout.tp, bool(layout.sp), frozen, ep=layout.ep, etp=layout.expert_tp,
-                      part=layout.place(rank)["ep"])
+                      part=layout.place(rank)["ep"], stages=stages)
 
 
 class Held(NamedTuple):
@@ -156,16 +158,21 @@ def held_by_each(spec: ModelSpec, layout: Layout, redundant: int = 0, stages: Se
         yield Held(tensor, whole, there // parts, tensor.local_shape(p), there * tensor.size * copies)
 
 
-def _held(spec: ModelSpec, tp: int, sp: bool, etp: int, spread: bool) -> Iterator[Parameter]:
-    """All of them, none frozen. Layers of a kind are alike, so each kind is looked at once."""
+def _held(spec: ModelSpec, own: Sequence[int], experts: range, tp: int, sp: bool, etp: int, spread: bool
+          ) -> Iterator[Parameter]:
+    """Those of these layers, the model's ends and these experts, none frozen. Layers of a kind are alike, so each kind
+    is looked at once."""
     for tensor in spec.first_tensors():
         yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)
     for layers, _ in spec.kinds():
+        if not (there := [layer for layer in own if layer in layers]):
+            continue
         alike = [(tensor.name, _of_experts(tensor, tp, sp, etp), spread and tensor.group == "experts")
-                 for tensor in spec.layer_tensors(layers[0])]
-        for layer in layers:
-            for name, of, own in alike:
-                each = Parameter(f"layers.{layer}.{name}", layer, *of, True, own)
+                 for tensor in spec.layer_tensors(layers[0])
+                 if tensor.group != "experts" or int(tensor.name.split(".")[2]) in experts]
+        for layer in there:
+            for name, of, apart in alike:
+                each = Parameter(f"layers.{layer}.{name}", layer, *of, True, apart)
                 yield each._replace(trained=not each.whole)
     for tensor in spec.last_tensors():
         yield Parameter(tensor.name, None, *_of(tensor, tp, sp), True)

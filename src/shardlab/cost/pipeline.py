@@ -39,8 +39,8 @@ def pipeline(spec: ModelSpec, orders: Orders | None = None, *, batch: int, seq: 
     `orders` it may leave pp out. `weights` are those of `specs.stages.split`. The other arguments are `memory`'s and
     `activations'`. A schedule without backward holds weights alone. Where a stage is on several ranks of a pipeline
     (DualPipe) each has a copy, whose gradients they sum at the end: no run of ours is behind that. Raises ValueError
-    where these do, where the schedule is not right (`schedule.check`), on one for other ranks than pp, on ZeRO-2 and
-    3, and on tp for a model that is no Llama.
+    where these do, where the schedule is not right (`schedule.check`), on one for other ranks than pp, and on ZeRO-2
+    and 3.
     """
     layout = layout_of(layout)
     if orders is None:
@@ -56,8 +56,6 @@ def pipeline(spec: ModelSpec, orders: Orders | None = None, *, batch: int, seq: 
         layout = replace(layout, pp=len(orders), microbatches=microbatches)
     if layout.pp != len(orders):
         raise ValueError(f"the schedule is for {len(orders)} ranks, and pp = {layout.pp}")
-    if layout.tp > 1 and spec.beyond_llama:
-        raise ValueError(f"{spec.name} has {spec.beyond_llama}: the traffic of the Llama kind alone is known; tp = 1")
     kinds = {action.kind for order in computing(orders) for action in order}
     trains, one = kinds != {"F"}, alone(layout)
     kept = activations(spec, one, batch=batch, seq=seq, dtype=dtype, recompute=recompute, device=device)
@@ -91,7 +89,7 @@ def _rank(place: Place, number: int | None, bills: dict[int, StageBill], axis: P
 def most_kept(some: Iterable[Moment], stages: dict[int, StageBill]) -> tuple[Moment, int, int]:
     """At which of the moments between actions most is kept, and how much; and the most inside of an action."""
     at, most, peak = Moment((), (), None), 0, 0
-    for moment in dict.fromkeys(some):
+    for moment in some:
         now = sum(n * stages[stage].kept for stage, n in moment.live)
         now += sum(n * stages[stage].put_off for stage, n in moment.late)
         if moment.busy is not None:

@@ -102,7 +102,7 @@ class PipelineBill(Bill):
         wire. Where ep shares out experts, `routed[r]` is what rank r of all has chosen, its `Routing.counts` in the
         order of its passes; "even" is the bill of experts that are asked for alike. With a balance loss the step's loss
         is summed, not sent by the last rank: the same 8 bytes. Raises ValueError where `routed` is wanted or is of
-        other passes.
+        other passes, and on tp for a model that is no Llama.
         """
         saved, one = self.axis.saved, rank if isinstance(rank, RankBill) else self.ranks[rank]
         calls = self.axis.at(one.rank, within(self.layout, one.number), routed).calls(start, clip, loop)

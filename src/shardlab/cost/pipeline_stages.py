@@ -9,6 +9,7 @@ from ..specs import ModelSpec
 from ..specs.stages import split
 from .activations import Activations
 from .parameters import Stage
+from .put_off import head_put_off, layer_put_off
 from .saved import Term
 
 
@@ -33,13 +34,9 @@ def stage_bill(stage: Stage, whole: Activations, halves: bool) -> StageBill:
     """Of `whole`, what the model that is not cut keeps, the stage's part. `halves` says whether there is an I and a W.
 
     To its layers comes the input that it has received, where its first norm does not keep that anyway, and positions,
-    which each stage turns by for itself; the first keeps token ids, the last what norm, head and loss do. Raises
-    ValueError where halves are asked for of a model that is no Llama.
+    which each stage turns by for itself; the first keeps token ids, the last what norm, head and loss do.
     """
-    saved, spec = whole.saved, whole.saved.spec
-    if halves and spec.beyond_llama:
-        raise ValueError(f"{spec.name} has {spec.beyond_llama}: what is kept for weight gradients that are put off is "
-                         "known for the Llama kind alone; give a schedule whose backward is not split")
+    saved = whole.saved
     dense = whole.kinds[0][0]  # layers of the first kind come first
     terms = [term for layer in stage.layers for term in whole.kinds[0 if layer < dense else -1][1]]
     if stage.last:
@@ -49,8 +46,9 @@ def stage_bill(stage: Stage, whole: Activations, halves: bool) -> StageBill:
     terms += saved.rotation() if stage.layers else []
     terms += saved.embedding() if stage.first else []
     kept = sum(term.nbytes for term in terms)
-    put_off = [term for _ in stage.layers for term in saved.layer_put_off()] if halves else []
-    put_off += saved.head_put_off() if halves and stage.last else []
+    mixed = saved.spec.experts.first_dense if saved.spec.experts else saved.spec.layers
+    put_off = [term for layer in stage.layers for term in layer_put_off(saved, layer >= mixed)] if halves else []
+    put_off += head_put_off(saved) if halves and stage.last else []
     again = whole.recomputed if stage.layers else 0
     loss = whole.logits - whole.loss if stage.last else 0
     # the loss's own is let go before a layer is computed again

@@ -52,7 +52,11 @@ class PipelineAxis:
         return self.saved.stream().nbytes
 
     def at(self, place: int, number: int, routed: Routes) -> RankAxis:
-        """The calls of the rank that has this number at the place."""
+        """The calls of the rank that has this number at the place. Raises ValueError on tp for a model that is no
+        Llama."""
+        if self.layout.tp > 1 and self.spec.beyond_llama:
+            raise ValueError(f"{self.spec.name} has {self.spec.beyond_llama}: over a tensor axis the traffic of the "
+                             "Llama kind alone is known")
         return RankAxis(self, self.places[place], number, routed)
 
 

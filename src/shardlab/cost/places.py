@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
-from ..schedule import placement
+from ..schedule import SCHEDULES, placement
 from ..specs import Layout, ModelSpec
 from ..specs.layout import ORDER
-from .live import shortened
 from .parameters import Stage
 from .pipeline_stages import stages_of
 
@@ -39,7 +39,13 @@ def places_of(spec: ModelSpec, homes: Sequence[Sequence[int]], weights: Sequence
 
 def places(spec: ModelSpec, layout: Layout, weights: Sequence[float] | None = None) -> list[Place]:
     """The places of the layout's pipeline; without one there is one, with all layers."""
-    return places_of(spec, placement(shortened(layout)), weights)
+    return places_of(spec, [[0]] if layout.pp == 1 else _homes(layout.kind, layout.pp, layout.chunks), weights)
+
+
+@cache
+def _homes(kind: str, pp: int, chunks: int) -> list[list[int]]:
+    """The stages of each place: the same however many micro-batches there are, for which all are defined at 2 · pp."""
+    return placement(SCHEDULES[kind](pp, 2 * pp, **({"chunks": chunks} if kind == "interleaved" else {})))
 
 
 def alone(layout: Layout) -> Layout:

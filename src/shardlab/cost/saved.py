@@ -176,20 +176,6 @@ class Saved:
         """What is kept between the last layer and the logits."""
         return [*self.stream_norm("last norm"), self._in("head in")]
 
-    def layer_put_off(self) -> list[Term]:
-        """What a layer of the Llama kind keeps for weight gradients that are put off (`parallel.deferred`): of each
-        matrix its input, gathered where it was cut, and the gradient of its output."""
-        part = padded(self.spec.ffn, self.tp) // self.tp
-        queries, keys = self.query_heads * self.spec.head_dim, self.key_heads * self.spec.head_dim
-        return [self._whole("q, k, v in", self.spec.hidden), self._each("attention out", queries),
-                self._whole("mlp in", self.spec.hidden), self._whole("product", part),
-                self._whole("gradients of q, k, v", queries + 2 * keys), self._whole("of o", self.spec.hidden),
-                self._whole("of gate and up", 2 * part), self._whole("of down", self.spec.hidden)]
-
-    def head_put_off(self) -> list[Term]:
-        """The same of the head."""
-        return [self._whole("head in", self.spec.hidden), self._whole("gradients of logits", self._columns)]
-
     def loss(self, valid: bool = False) -> list[Term]:
         """What the cross-entropy keeps: log-probabilities, or over a cut vocabulary this rank's logits. `valid` says
         whether it is given the number of labels, which a cut one then has not to keep."""
@@ -197,7 +183,7 @@ class Saved:
             return [self._each("log-softmax", self.spec.vocab, self.precise), self._each("labels", 1, 8),
                     Term("number of labels", 1, 1, self.precise, "sum")]
         number = [] if valid else [Term("number of labels", 1, 1, 8, "sum")]
-        return [Term("logits", self.gathered, self._columns, self.width),
+        return [Term("logits", self.gathered, self.columns, self.width),
                 self._each("largest logit, sum, target", 3, self.precise), self._each("own labels", 1, 8 + 1),
                 self._each("which have a label", 1, 1), *number]
 
@@ -206,7 +192,7 @@ class Saved:
         cut vocabulary, logits and their gradient, and exponentials of a few tokens at a time, which are left out."""
         if self.tp == 1:
             return self._each("log-softmax and two gradients", 3 * self.spec.vocab, self.precise)
-        return self._each("logits and their gradient", self._columns, 2 * self.width)
+        return self._each("logits and their gradient", self.columns, 2 * self.width)
 
     @property
     def query_heads(self) -> int:
@@ -218,7 +204,8 @@ class Saved:
         return max(1, self.spec.kv_heads // self.tp)
 
     @property
-    def _columns(self) -> int:
+    def columns(self) -> int:
+        """This rank's part of the vocabulary, padding included."""
         return padded(self.spec.vocab, self.tp) // self.tp
 
     def _latent(self, latent: Latent) -> list[Term]:
@@ -236,10 +223,6 @@ class Saved:
     def _in(self, what: str) -> Term:
         """What cut layers take in: gathered, or the slice that backward will gather again."""
         return Term(what, self.between if self.layout.sp == "again" else self.gathered, self.spec.hidden, self.width)
-
-    def _whole(self, what: str, numbers: int) -> Term:
-        """So many numbers for each token that a cut layer takes in."""
-        return Term(what, self.gathered, numbers, self.width)
 
     def _each(self, what: str, numbers: int, width: int | None = None) -> Term:
         """So many numbers for each token."""
