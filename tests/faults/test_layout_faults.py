@@ -285,12 +285,12 @@ def untouched(group, how, spec=SPEC, **given):
 @pytest.mark.parametrize(("how", "given", "words"), [
     (Layout(2, pp=2, schedule="dualpipe", chunks=2, microbatches=4), {}, ("two ranks", "dualpipe_v")),
     (Layout(2, dp=2, zero=2), {"optimizer": None}, ("zero = 2", "give the optimizer")),
-    (Layout(2, dp=3), {}, ("dp = 3, tp = 2 is a layout of 6 ranks, and there are 4", "of 4")),
+    (Layout(2, dp=3), {}, ("dp = 3, tp = 2 is a layout of 6 ranks, and there are 4", "cp · tp = 4")),
     (Layout(8, dp=2), {}, ("tp = 8", "tp can be 1, 2, 4")),
     (Layout(2, pp=2, schedule="interleaved", chunks=3, microbatches=2), {}, ("6 stages", "4 stages at most")),
     (Layout(2, dp=2, ep=2), {}, ("ep = 2", "no experts")),
     (Layout(2, pp=2), {"weights": [1, 2, 3]}, ("4 numbers", "[1, 2, 3]")),
-], ids=str)
+], ids=["dualpipe", "zero", "world", "heads", "stages", "experts", "weights"])
 def test_what_cannot_be_cut_is_refused_before_anything_is(pool, how, given, words):
     for said, same in pool(4).run(untouched, how, **given):
         assert all(word in said for word in words) and same, said

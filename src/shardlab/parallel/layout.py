@@ -93,7 +93,8 @@ def axes_of(layout: Layout) -> Axes:
     where the layout is for another number of ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size != ranks:
-        raise ValueError(f"{layout.degrees} is a layout of {layout.world_size} ranks, and there are {ranks}")
+        raise ValueError(f"{layout.degrees} is a layout of {layout.world_size} ranks, and there are {ranks}: make "
+                         f"pp · dp · cp · tp = {ranks}")
     sizes = {"pp": layout.pp, "dp": layout.data_ranks, "tp": layout.tp}
     found = _groups({axis: sizes[axis] for axis in layout.order.split("-")})
     if layout.cp > 1:
