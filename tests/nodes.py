@@ -23,6 +23,16 @@ def netns():
     return module
 
 
+@contextmanager
+def unwinding():
+    """In the block SIGTERM ends this process as an error would, so that nothing is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +46,8 @@ def run(per_node, arguments, nodes=2, address="127.0.0.1", inside=(), limit=240,
     """
     token, port = uuid.uuid4().hex, str(free_port())
     environ = {**os.environ, MARK: token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **(env or {})}
-    agents = []
+    agents, undo = [], ExitStack()
+    undo.enter_context(unwinding())
     try:
         for node in range(nodes):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node),
@@ -54,6 +65,7 @@ def run(per_node, arguments, nodes=2, address="127.0.0.1", inside=(), limit=240,
         for agent in agents:
             agent.wait()
             agent.stdout.close()
+        undo.close()
 
 
 def marked(token):
@@ -76,7 +88,7 @@ def joined(mbit):
     module = netns()
     module.require()
     names = [f"shardlab-{os.getpid()}-{uuid.uuid4().hex[:6]}-{node}" for node in range(module.NODES)]
-    with ExitStack() as undo:
+    with unwinding(), ExitStack() as undo:
         for name in names:
             undo.callback(subprocess.run, ["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
         module.build(names, mbit)

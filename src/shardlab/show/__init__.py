@@ -10,7 +10,8 @@ from .palette import AXES, WORK
 from .pipeline import pipeline
 from .steps import steps
 from .timeline import timeline
+from .training import training
 from .verdict import verdict
 
 __all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "latency", "measured",
-           "over_cards", "pipeline", "stacked", "steps", "through_a_block", "timeline", "verdict", "wire"]
+           "over_cards", "pipeline", "stacked", "steps", "through_a_block", "timeline", "training", "verdict", "wire"]
