@@ -335,6 +335,7 @@ def test_a_system_that_does_not_keep_to_its_limits_is_found_out(monkeypatch):
         assert fits(70) and card.resident().budget == 64 * MIB
 
 
+@pytest.mark.more
 @linux
 def test_under_torchrun_the_limit_is_there_while_the_function_runs(tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
@@ -401,6 +402,7 @@ def test_the_real_model_is_too_large_for_one_card_and_speaks_on_three(folder):
         assert after.left > 64 * MIB  # for activations
 
 
+@pytest.mark.more
 def test_what_an_optimizer_imports_does_not_count_against_the_first_card():
     """Imported within the limit, torch._dynamo would take tens of MiB of it, in a program's first launch alone."""
     script = ("import sys\nfrom shardlab.launch import launch\n"

@@ -398,6 +398,7 @@ def test_under_torchrun_the_function_runs_in_its_processes(tmp_path):
     assert "Warning" not in done.stderr.replace("OMP_NUM_THREADS", "")
 
 
+@pytest.mark.more
 def test_under_torchrun_links_are_slowed_too(tmp_path):
     path = script(tmp_path, """
         import time, torch
@@ -452,6 +453,7 @@ def test_two_hundred_runs_of_ranks_that_stay_leave_nothing(temp):
     assert list(temp.iterdir()) == []
 
 
+@pytest.mark.more
 def test_two_processes_launch_twice_at_once(tmp_path):
     path = script(tmp_path, """
         from concurrent.futures import ThreadPoolExecutor

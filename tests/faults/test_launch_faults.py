@@ -319,6 +319,7 @@ def can_rename_host():
     return bool(shutil.which("unshare")) and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not can_rename_host(), reason="a host name of one's own wants unshare, and root")
 def test_the_name_of_the_host_need_not_resolve():
     signal.alarm(60)  # a fresh process imports torch, and its server too
@@ -373,6 +374,7 @@ r.close()
 """]
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("default")  # the notebook's client has its own
 def test_a_notebook_launches_fails_is_interrupted_and_goes_on():
     signal.alarm(60)  # a kernel starts first

@@ -1,7 +1,11 @@
-"""What the account says is kept is kept, to the byte: plain, recomputed, cut; and what inference holds."""
+"""What the account says is kept is kept, to the byte: plain, recomputed, cut; and what inference holds.
+
+Kinds of models, what is computed again, dtypes: every pair, not all products.
+"""
 
 import pytest
 import torch
+from covering import pairs
 from measure import Live, saved_bytes
 
 from shardlab.cost.activations import activations, forward_peak
@@ -39,21 +43,19 @@ def kept(group, spec, dtype, recompute, sp=False):
     return saved_bytes(model, lambda: model.loss(tokens, labels))[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("p,sizes", CASES)
-def test_kept_for_backward(run, p, sizes, recompute, dtype):
+@pytest.mark.parametrize("case,recompute,dtype", pairs(CASES, [None, "selective", "full"], [*DTYPES]))
+def test_kept_for_backward(run, case, recompute, dtype):
+    p, sizes = case
     spec = ModelSpec(**(SIZES | sizes))
     bill = activations(spec, Layout(tp=p), batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
     assert run(p, kept, spec, DTYPES[dtype], recompute) == [bill.total] * p
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("sp", ["keep", "again"])
-@pytest.mark.parametrize("p,sizes", [(p, sizes) for p, sizes in CASES if p > 1])
-def test_kept_for_backward_of_a_slice(pool, p, sizes, sp, recompute, dtype):
+@pytest.mark.parametrize("case,sp,recompute,dtype", pairs(
+    [case for case in CASES if case[0] > 1], ["keep", "again"], [None, "selective", "full"], [*DTYPES]))
+def test_kept_for_backward_of_a_slice(pool, case, sp, recompute, dtype):
     """26 tokens over 2, 3 and 4 ranks: the last two pad them to 27 and 28."""
+    p, sizes = case
     spec = ModelSpec(**(SIZES | sizes))
     bill = activations(spec, Layout(p, sp=sp), batch=BATCH, seq=SEQ, dtype=dtype, recompute=recompute)
     assert pool(p).run(kept, spec, DTYPES[dtype], recompute, sp) == [bill.total] * p

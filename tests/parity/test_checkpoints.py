@@ -11,7 +11,8 @@ from shardlab.parallel import grads, tensor
 from shardlab.parallel.shard import unshard
 from shardlab.specs import Layout, ModelSpec
 
-RUNS = [pytest.param(kind, p, id=f"{kind}-{p}", marks=[pytest.mark.more] * (kind in checkpoints.MIXTURES and p < 4))
+LATE = [pytest.mark.more]  # on two ranks; and mixtures on fewer than four
+RUNS = [pytest.param(kind, p, id=f"{kind}-{p}", marks=LATE * (p == 2 or (p < 4 and kind in checkpoints.MIXTURES)))
         for kind in checkpoints.KINDS for p in (1, 2, 4)]
 
 
