@@ -91,7 +91,7 @@ def save(folder: str | Path, model: Transformer, optimizer: optim.Optimizer, ste
                 text = manifest.written(model, optimizer, entries, step, extra)
                 (unfinished / manifest.NAME).write_text(text, encoding="utf-8")
             if keep is not None:
-                _remove([each for each in _complete(Path(folder)) if each.name <= target.name][:-keep])
+                _remove([each for each in _complete(Path(folder)) if _step(each) <= step][:-keep])
         except Exception as error:  # the others wait for this rank's part in what follows
             failure = error
     for stream in streams:
@@ -161,8 +161,12 @@ def _name(model: Transformer, entry: Entry) -> str:
 def _complete(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by step."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(each for each in found
-                  if re.fullmatch(r"step-\d{8,}", each.name) and (each / manifest.NAME).is_file())
+    return sorted((each for each in found if re.fullmatch(r"step-\d{8,}", each.name)
+                   and (each / manifest.NAME).is_file()), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _remove(old: list[Path]) -> None:
