@@ -75,7 +75,7 @@ KINDS = {
 
 
 @lru_cache(maxsize=64)
-def reference(microbatches, optimizer="sgd", steps=5, dtype=torch.float64, frozen=FROZEN, dropout=0.0, **sizes):
+def reference(microbatches, optimizer="sgd", steps=2, dtype=torch.float64, frozen=FROZEN, dropout=0.0, **sizes):
     """The plain model's training: for each step (loss, norm, gradients by name), and the parameters after the last."""
     model = build(dtype, frozen=frozen, dropout=dropout, **sizes)
     optim, seen = OPTIMIZERS[optimizer](model.parameters()), []
@@ -150,7 +150,7 @@ def compare(group, orders, expected, transport="backend", debug=False, **how):
                     "names": [name for name, _ in twin.named_parameters()]}
 
 
-def pair(orders, kind="tied", optimizer="sgd", steps=5, dtype=torch.float64, replicas=1, dropout=0.0, **how):
+def pair(orders, kind="tied", optimizer="sgd", steps=2, dtype=torch.float64, replicas=1, dropout=0.0, **how):
     """What `compare` is to be called with."""
     given = KINDS[kind](orders)
     weights = given.pop("weights", None)

@@ -43,7 +43,7 @@ def speak(group, folder, prompt):
     with torch.no_grad():
         logits = model(prompt)
     held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
-    return logits, model.generate(prompt, 40), held, read
+    return logits, model.generate(prompt, 16), held, read
 
 
 @pytest.mark.parametrize("p", [1, 3])
@@ -51,7 +51,7 @@ def test_the_real_model_on_ranks(folder, prompt, expected, p):
     bill = memory(ModelSpec.from_config(folder), Layout(tp=p), "fp32")
     for logits, words, held, read in launch(speak, p, folder, prompt, timeout=240):
         assert ((logits - expected[0]).abs().max() / expected[0].abs().max()).item() < 1e-4
-        assert torch.equal(words, expected[1])
+        assert torch.equal(words, expected[1][:, : prompt.shape[1] + 16])
         assert held == bill.weights == read
 
 

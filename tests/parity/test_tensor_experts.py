@@ -1,5 +1,6 @@
 """Experts beside tensor parallelism, cut as the layers are or whole, and spread over ranks besides, against the plain
-mixture: loss, gradients, norm, loads, and parameters after five clipped steps, in float64, on every rank."""
+mixture: loss, gradients, norm, loads, and parameters after clipped steps (five where each way to cut is first seen, two
+elsewhere), in float64, on every rank."""
 
 import pytest
 import torch
@@ -60,9 +61,9 @@ def compare(group, kind, expected, optimizer="sgd", recompute=None, **axes):
     return {name: max(each[name] for each in seen) for name in seen[0]} | {"parameters": parameters}
 
 
-def check(pool, kind, cut, optimizer="sgd", **how):
+def check(pool, kind, cut, optimizer="sgd", steps=2, **how):
     ranks, axes = cut
-    for seen in pool(ranks).run(compare, kind, reference(kind, optimizer), optimizer, **axes, **how):
+    for seen in pool(ranks).run(compare, kind, reference(kind, optimizer, steps), optimizer, **axes, **how):
         assert max(seen["loss"], seen["gradients"], seen["norm"]) < 1e-10, seen
         assert seen["parameters"] < 1e-9 and seen["loads"] == 0, seen
 
@@ -70,7 +71,7 @@ def check(pool, kind, cut, optimizer="sgd", **how):
 @pytest.mark.parametrize("sp", [False, "keep", "again"])
 @pytest.mark.parametrize("kind", ["balanced", "deepseek", "position", "padded", "skewed, full"])
 def test_cut_experts(pool, kind, sp):
-    check(pool, kind, CUT["tp"], sp=sp)
+    check(pool, kind, CUT["tp"], sp=sp, steps=5 if kind == "deepseek" else 2)
 
 
 @pytest.mark.parametrize("cut", ["tp, dp", "tp, ep", "tp 4"])
@@ -83,7 +84,7 @@ def test_cut_experts_on_more_axes(pool, kind, sp, cut):
 @pytest.mark.parametrize("sp", [False, "keep", "again"])
 @pytest.mark.parametrize("cut", WHOLE)
 def test_whole_experts(pool, cut, sp):
-    check(pool, "deepseek", WHOLE[cut], sp=sp)
+    check(pool, "deepseek", WHOLE[cut], sp=sp, steps=2 if sp else 5)
 
 
 @pytest.mark.parametrize("cut", ["tp", "ep over tp", "ep over all"])
