@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..cost import Bill, Plan, Serve, Train, ladder
-from ..specs import ModelSpec, bundled_models, find_card, find_model, format_of
+from ..cost import Bill, Plan, Planned, Serve, Train, ladder, plan_training
+from ..specs import ClusterSpec, ModelSpec, bundled_models, find_card, find_model, format_of
 from ..specs.units import count
 from .terminal import plain_table, refuse
 
 COLOURS = {"yes": "bold green", "would": "yellow", "no": "red"}
+FEW = 5  # layouts that are shown
 NARROW = 80  # columns of a terminal below which a bill leaves its derivations out
 
 
@@ -42,6 +43,8 @@ def plan(
         help="Train: tokens of a sequence; 4096 when left out, if the model can.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Train: selective or full.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Train: adamw, sgd or sgd+momentum.")] = None,
+    tokens: Annotated[int | None, typer.Option(
+        help="Train: tokens of a step, of all cards; with them, the best layouts and the time of their steps.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data: inputs, parameters, steps, bill.")] = False,
 ) -> None:
     """Say whether MODEL fits on the cards, and what to try in which order if it does not."""
@@ -50,14 +53,26 @@ def plan(
     both = {"reserve": reserve}
     try:
         spec = model_of(model)
-        task = train_task(dtype, training | both, serving) if train else serve_task(dtype, serving | both, training)
-        made = ladder(spec, find_card(card), within(task, spec, context or seq), cards)
+        task = (train_task(dtype, training | both, serving) if train else
+                serve_task(dtype, serving | both, training | {"tokens": tokens}))
+        task = within(task, spec, context or seq)
+        made = ladder(spec, find_card(card), task, cards)
+        layouts = layouts_of(made, task, tokens) if isinstance(task, Train) and tokens is not None else None
     except (ValueError, OSError) as error:
         refuse(error)
     if as_json:
-        print(json.dumps(made.to_dict(), indent=2))
+        print(json.dumps(made.to_dict() | ({"layouts": layouts.to_dict()} if layouts else {}), indent=2))
     else:
         show(made)
+        if layouts:
+            show_layouts(layouts)
+
+
+def layouts_of(made: Plan, task: Train, tokens: int) -> Planned:
+    """The best layouts for steps of so many tokens, on all cards."""
+    modes = (None, "full") if task.recompute is None else (task.recompute,)
+    return plan_training(made.spec, ClusterSpec.of(made.card, made.cards), tokens=tokens, seq=task.seq,
+                         dtype=task.dtype, modes=modes, optimizer=task.optimizer, reserve=task.reserve, few=FEW)
 
 
 def model_of(name: str) -> ModelSpec:
@@ -108,6 +123,22 @@ def show(made: Plan) -> None:
         console.print(Text(made.bill.title, style="bold"))
         console.print(bill_table(made.bill, narrow))
         console.print(Text("\n".join(made.bill.footnotes), style="dim"))
+
+
+def show_layouts(plan: Planned) -> None:
+    """The best layouts in a terminal: the time of a step, how well the cards are used, what it waits for, and why."""
+    console = Console(highlight=False)
+    narrow = console.width < NARROW
+    console.print(Text("\n" + plan.title, style="bold"))
+    table = plain_table("a step", "layout") if narrow else plain_table("a step", "MFU", "bottleneck", "layout and why")
+    for i, choice in enumerate(plan.choices):
+        bill = choice.bill
+        time, used = f"{bill.seconds:.4g} s", f"{100 * bill.utilisation:.1f}%"
+        said = f"{choice.name}\n{plan.why(i)}"
+        table.add_row(*((Text(time), Text(f"{said}; MFU {used}; {bill.bottleneck}")) if narrow else
+                        (Text(time), Text(used), Text(bill.bottleneck), Text(said))))
+    console.print(table)
+    console.print(Text("\n".join(plan.footnotes), style="dim"))
 
 
 def steps_table(made: Plan, narrow: bool) -> Table:

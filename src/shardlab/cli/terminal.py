@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 from rich.table import Table
 
-FIGURES = ("a card holds", "GB", "GiB", "bytes", "measured", "fitted", "error")
+FIGURES = ("a card holds", "GB", "GiB", "bytes", "measured", "fitted", "error", "a step", "MFU")
 
 
 def refuse(error: Exception) -> NoReturn:

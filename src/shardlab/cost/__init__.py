@@ -21,7 +21,7 @@ from .planner_why import Difference, why
 from .serve_way import Serve
 from .serving import serving
 from .step import Step
-from .step_time import step_time
+from .step_time import implied_share, step_time
 from .step_time_bill import StepTime
 from .step_time_speeds import Speeds
 from .time import (
@@ -46,8 +46,8 @@ __all__ = ["ALGORITHMS", "Activations", "Bill", "Choice", "Collective", "Differe
            "Message", "Part", "PipelineBill", "Plan", "Planned", "Roofline", "Row", "Serve", "Speeds", "Step",
            "StepTime", "Timeline", "Times", "TrafficBill", "Train", "activations", "algbw", "attention_flops", "bound",
            "busbw", "bytes_read", "checkpoint", "collective_seconds", "crossover", "decode_floor", "dispatch",
-           "fastest", "fit", "forward_flops", "forward_peak", "heads_traffic", "hops", "idle_by_formula", "korthikanti",
-           "kv_cache", "kv_per_token", "ladder", "matmul", "memory", "message_count", "messages", "pipeline",
-           "plan_training", "prefill_floor", "requests_that_fit", "selective_flops", "serial_bytes", "serving",
-           "step_time", "timeline", "traffic", "training", "training_flops", "transfer_seconds", "utilisation",
-           "weight_versions", "why", "wire"]
+           "fastest", "fit", "forward_flops", "forward_peak", "heads_traffic", "hops", "idle_by_formula",
+           "implied_share", "korthikanti", "kv_cache", "kv_per_token", "ladder", "matmul", "memory", "message_count",
+           "messages", "pipeline", "plan_training", "prefill_floor", "requests_that_fit", "selective_flops",
+           "serial_bytes", "serving", "step_time", "timeline", "traffic", "training", "training_flops",
+           "transfer_seconds", "utilisation", "weight_versions", "why", "wire"]

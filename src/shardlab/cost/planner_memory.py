@@ -14,26 +14,29 @@ from ..specs import Layout, ModelSpec, dtype_of
 from .activations import activations
 from .kv import width_of
 from .memory_bill import OPTIMIZERS
+from .put_off import head_put_off, layer_put_off
 from .saved import Term
 from .step_time_pass import Shape
 
 
 class Kept(NamedTuple):
-    """Bytes of one micro-batch: that a dense layer keeps, one with experts, embedding and rotation, the head and loss;
-    and what comes to it inside of a layer's backward pass, or of the loss's."""
+    """Bytes of one micro-batch: that a dense layer keeps, one with experts, the embedding, head and loss, and all
+    layers of what turns queries and keys; and what comes to it inside of a layer's backward pass, or the loss's."""
 
     dense: float
     mixture: float
     first: float
     last: float
-    again: float
-    loss: float
+    turned: float
+    again: float = 0.0
+    loss: float = 0.0
 
     def of(self, shape: Shape) -> tuple[float, float]:
         """Bytes that a stage keeps, and has besides inside of a pass."""
+        layers = shape.dense + shape.mixture > 0
         kept = (shape.dense * self.dense + shape.mixture * self.mixture + shape.first * self.first
-                + shape.last * self.last)
-        return kept, max(self.again if shape.dense or shape.mixture else 0, self.loss if shape.last else 0)
+                + shape.last * self.last + layers * self.turned)
+        return kept, max(layers * self.again, shape.last * self.loss)
 
 
 # of a layer that is computed again lightly: what norms, the gate's product and projections up from a latent put out
@@ -44,9 +47,10 @@ MULTIPLIED = ("q, k, v in", "mlp in", "sent to experts")  # what matrices take i
 
 
 def kept_of(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str, arithmetic: str, recompute: str | None
-            ) -> Kept:
-    """What ranks keep that have all layers of the model, by the kernels of GPUs; `layout` leaves the pipeline out. What
-    is multiplied in fp8 is kept so.
+            ) -> tuple[Kept, Kept]:
+    """What ranks keep that have all layers of the model, by the kernels of GPUs: until backward, and from the input's
+    half of it to the weights', where it is split. `layout` leaves the pipeline out. What is multiplied in fp8 is kept
+    so.
 
     "light" computes again what no large product puts out: norms, the gate's product, projections up from a latent; the
     router's weights are multiplied in before an expert's last product, whose output is then not kept. DeepSeek-V3 does
@@ -58,9 +62,13 @@ def kept_of(spec: ModelSpec, layout: Layout, batch: int, seq: int, dtype: str, a
     each = [sum(_kept(term, recompute == "light", bool(spec.latent), narrow) for term in terms)
             for _, terms in bill.kinds]
     saved = bill.saved
-    first, last = (sum(term.nbytes for term in terms) for terms in (
-        saved.embedding(), [*saved.head(), *saved.loss(valid=True)]))
-    return Kept(each[0], each[-1], first, last, bill.recomputed, bill.logits - bill.loss)
+    first, last, turned = (sum(term.nbytes for term in terms) for terms in (
+        saved.embedding(), [*saved.head(), *saved.loss(valid=True)], saved.rotation()))
+    late = [sum(term.nbytes for term in layer_put_off(saved, mixture)) * narrow
+            for mixture in (False, spec.experts is not None)]
+    head = sum(term.nbytes for term in head_put_off(saved))
+    return (Kept(each[0], each[-1], first, last, turned, bill.recomputed, bill.logits - bill.loss),
+            Kept(late[0], late[1], 0, head, 0))
 
 
 def _kept(term: Term, light: bool, latent: bool, narrow: float) -> float:
@@ -100,21 +108,50 @@ class States(NamedTuple):
         return weights + gradients + (self.stepped + self.part) / ranks
 
 
+class Moment(NamedTuple):
+    """Of how many micro-batches a place keeps activations, as (stage, how many), and of how many what is put off."""
+
+    live: tuple[tuple[int, int], ...]
+    late: int = 0
+
+
 @cache
-def live(kind: str, ranks: int, microbatches: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """For each place of the pipeline its stages, and of how many micro-batches each keeps activations at most: all in
-    GPipe, min(p − r, m) in 1F1B, min(p, m) with weight gradients to come (ZB-H1, arXiv:2401.10241, §2.2); two for each
-    rank from here on of the first of interleaved stages, and p of each other one; p − r on the way in and r + 1 on the
-    way back in DualPipe. A bound from above, of the lists."""
-    return list(_live(kind, ranks, microbatches, chunks))
+def fullest(kind: str, ranks: int, microbatches: int, chunks: int) -> list[list[Moment]]:
+    """For each place of the pipeline the moments at which it may hold most. All micro-batches in GPipe, min(p − r, m)
+    in 1F1B; of interleaved stages what has come in p at a time and not gone out so. In ZB-H1 r of p
+    are put off, or one more where the next forward pass is yet to come. In DualPipe p − r on the way in and r + 1 on
+    the way back (of 2p ranks in DualPipeV), none put off; or one; and at the end as many put off as on the way back.
+    Bounds from above, of the lists that run.
+    """
+    return [list(_fullest(kind, ranks, microbatches, chunks, r)) for r in range(ranks)]
 
 
-def _live(kind: str, p: int, m: int, chunks: int) -> Iterator[list[tuple[int, int]]]:
-    for r in range(p):
-        if kind == "interleaved":
-            yield [(r, min(2 * (p - r), m)), *((r + c * p, min(p, m)) for c in range(1, chunks))]
-        elif kind in ("dualpipe", "dualpipe_v"):
-            last = p - 1 if kind == "dualpipe" else 2 * p - 1
-            yield [(r, last + 1 - r), (last - r, r + 1)]
-        else:
-            yield [(r, m if kind == "gpipe" else min(p if kind == "zero_bubble" else p - r, m))]
+def _fullest(kind: str, p: int, m: int, chunks: int, r: int) -> Iterator[Moment]:
+    if kind == "interleaved":
+        yield from (Moment(tuple((r + c * p, n) for c, n in enumerate(counts))) for counts in _in_turn(p, m, chunks, r))
+    elif kind == "zero_bubble":
+        for late in (r, r + 1):
+            yield Moment(((r, min(p - late, m)),), min(late, m))
+    elif kind in ("dualpipe", "dualpipe_v"):
+        last, depths = (p - 1, p // 2) if kind == "dualpipe" else (2 * p - 1, p)
+        depth = min(r, p - 1 - r) if kind == "dualpipe" else r
+        here, there = sorted((r, last - r))  # a micro-batch comes in at either end of DualPipe
+        yield Moment(((here, 2 * depths - depth), (there, depth + 1)))
+        yield Moment(((here, 2 * depths - depth - 1), (there, depth)), 1)
+        yield Moment(((here, depths - 1 - depth), (there, 0)), depth + 1)
+    else:
+        yield Moment(((r, m if kind == "gpipe" else min(p - r, m)),))
+
+
+def _in_turn(p: int, m: int, chunks: int, r: int) -> Iterator[tuple[int, ...]]:
+    """Of interleaved stages (arXiv:2104.04473, §2.2): micro-batches of each stage, where p of them have passed one."""
+    passes = min(m, 3 * p) * chunks  # what it does in its middle it does over and over
+    ahead = min(2 * (p - r - 1) + (chunks - 1) * p, passes - 1)
+    counts, seen = [0] * chunks, set()
+    for i in range(passes):
+        counts[i // p % chunks] += 1
+        if i >= ahead:
+            if (i + 1) % p == 0 or (i - ahead) % p in (0, p - 1):
+                seen.add(tuple(counts))
+            counts[chunks - 1 - (i - ahead) // p % chunks] -= 1
+    yield from seen

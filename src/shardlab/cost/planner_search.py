@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..specs import ClusterSpec, Layout, ModelSpec
 from ..specs.units import parse_bytes
 from .pipeline_stages import stages_of
-from .planner_memory import Kept, States, kept_of, live
+from .planner_memory import Kept, States, fullest, kept_of
 from .planner_rules import Way, axes, schedules, ways, zeros
 from .step_time import times_of
 from .step_time_axes import group_of, round_the_ring
@@ -43,13 +43,15 @@ class Candidate(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What one micro-batch takes of each stage, keeps there, and has besides inside of a pass."""
+    """What one micro-batch takes of each stage, keeps there, has besides inside of a pass, and keeps where its weight
+    gradients are put off."""
 
     layers: Layers
     passes: Sequence[Pass]
     times: Sequence[Times]
     kept: Sequence[float]
     within: Sequence[float]
+    late: Sequence[float]
 
 
 @dataclass
@@ -140,18 +142,19 @@ class Search:
     def _held(self, layout: Layout, cut: Cut, each: tuple[float, float]) -> float:
         """Of the rank that holds most, but for what is set aside."""
         most, (spread, rest) = 0.0, each
-        for mine in live(layout.kind, layout.pp, layout.microbatches if layout.pp > 1 else 1, layout.chunks):
-            total = within = 0.0
-            for stage, n in mine:
-                one = cut.passes[stage]
-                total += one.rest * rest + one.spread * spread + n * cut.kept[stage]
-                within = max(within, cut.within[stage])
-            most = max(most, total + within)
+        m = layout.microbatches if layout.pp > 1 else 1
+        for moments in fullest(layout.kind, layout.pp, m, layout.chunks):
+            mine = [stage for stage, _ in moments[0].live]
+            states = sum(cut.passes[stage].rest * rest + cut.passes[stage].spread * spread for stage in mine)
+            kept = max(sum(n * cut.kept[stage] for stage, n in live)
+                       + late * max(cut.late[stage] for stage in mine) for live, late in moments)
+            most = max(most, states + kept + max(cut.within[stage] for stage in mine))
         return most
 
     def _seconds(self, layout: Layout, cut: Cut) -> float | None:
         """About how long a step takes; None where its passes alone take half as long again as the best step."""
-        places = [[stage for stage, _ in mine] for mine in live(layout.kind, layout.pp, 1, layout.chunks)]
+        places = [[stage for stage, _ in moments[0].live]
+                  for moments in fullest(layout.kind, layout.pp, layout.microbatches, layout.chunks)]
         line = layout.microbatches * (cut.times[0].forward + cut.times[0].backward)
         if layout.pp > 1:
             group = group_of(layout.pp, layout.distance("pp"), self.cluster)
@@ -166,12 +169,13 @@ class Search:
         return line + end.data + end.optimizer
 
 
-def _made(layers: Layers, kinds: Kinds, kept: Kept, shapes: Sequence[Shape]) -> Cut:
+def _made(layers: Layers, kinds: Kinds, kept: tuple[Kept, Kept], shapes: Sequence[Shape]) -> Cut:
     passes = {shape: kinds.together(shape) for shape in set(shapes)}
     times = {shape: times_of(made, layers.speeds) for shape, made in passes.items()}
-    bytes_of = {shape: kept.of(shape) for shape in passes}
+    live, late = ({shape: one.of(shape) for shape in passes} for one in kept)
     return Cut(layers, [passes[shape] for shape in shapes], [times[shape] for shape in shapes],
-               [bytes_of[shape][0] for shape in shapes], [bytes_of[shape][1] for shape in shapes])
+               [live[shape][0] for shape in shapes], [live[shape][1] for shape in shapes],
+               [late[shape][0] for shape in shapes])
 
 
 def pipelined(layout: Layout, times: Sequence[Times], places: Sequence[Sequence[int]], hop: float) -> float:

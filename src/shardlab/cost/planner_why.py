@@ -37,7 +37,7 @@ class Difference(Bill):
         if not round(self.seconds, 6):
             return "as long"
         ratio = self.b.seconds / self.a.seconds
-        way = [(part, value) for part, value in self.parts.items() if value * self.seconds > 0][:2]
+        way = [(part, value) for part, value in self.parts.items() if value / self.seconds > 0.05][:2]
         named = [f"{value:+.3g} s {part}{self._more(part)}" for part, value in way]
         return f"{ratio:.3f} × as long: {', '.join(named)}"
 

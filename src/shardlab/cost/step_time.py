@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, reduce
+from typing import Any
 
 from ..schedule import Orders
 from ..specs import ClusterSpec, Layout, ModelSpec
-from ..specs.check import recompute_mode, whole
+from ..specs.check import number, recompute_mode, whole
 from .parameters import Stage
 from .pipeline_stages import stages_of
 from .step_time_bill import StepTime
@@ -58,6 +60,27 @@ def step_time(spec: ModelSpec, layout: Layout, cluster: ClusterSpec, *, batch: i
     orders = _orders(layout.kind, layout.pp, layout.microbatches, layout.chunks)
     line = timeline(orders, [times_of(each, layers.speeds) for each in passes], layers.seconds(layers.hop()))
     return _priced(layers, passes, orders, line)
+
+
+def implied_share(seconds: float, spec: ModelSpec, layout: Layout, cluster: ClusterSpec, *,
+                  speeds: Speeds | None = None, **how: Any) -> float:
+    """The share of the peak at which `step_time`, given `how`, says that a step takes `seconds`: what a measured step
+    or a published one says of the arithmetic, all else as assumed. Raises ValueError where it takes longer than that at
+    the whole peak."""
+    given = speeds or Speeds()
+
+    def at(inverse: float) -> float:
+        return step_time(spec, layout, cluster, speeds=replace(given, share=1 / inverse), **how).seconds
+
+    (one, first), (other, second) = ((inverse, at(inverse)) for inverse in (1.0, 2.0))
+    if number("seconds", seconds) < first:
+        raise ValueError(f"{seconds:.4g} s: a step takes {first:.4g} s at the whole peak, for other parameters")
+    for _ in range(6):  # seconds grow nearly in a straight line with 1 / share
+        if abs(second - seconds) <= 1e-6 * seconds or first == second:
+            break
+        one, first, other = other, second, max(1.0, other + (seconds - second) * (other - one) / (second - first))
+        second = at(other)
+    return 1 / other
 
 
 @lru_cache(maxsize=8)
