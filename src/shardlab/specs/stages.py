@@ -21,6 +21,8 @@ def split(layers: int, stages: int, weights: Sequence[float] | None = None) -> l
     if len(given) not in (layers, layers + 2) or not all(isfinite(weight) and weight >= 0 for weight in given):
         raise ValueError(f"weights must be {layers} numbers from 0, one a layer, or {layers + 2} with those of "
                          f"embedding and head, not {weights}")
+    if stages == 1:  # which every bill asks for that has no pipeline
+        return [range(layers)]
     heavy = max(given, default=0.0) or 1.0  # squares of very large or small numbers are none
     given = [weight / heavy for weight in given]
     first, *rest = given if len(given) > layers else [0.0, *given, 0.0]
