@@ -119,7 +119,7 @@ class Predictor:
 
     @cached_property
     def fits(self) -> dict[str, cost.Fit]:
-        return {link: cost.fit((size, median(t for n, t in pairs if n == size)) for size in SIZES)
+        return {link: cost.fit((size, min(t for n, t in pairs if n == size)) for size in SIZES)
                 for link, pairs in self.seen.messages.items()}
 
     def rank(self, p: int) -> tuple[float, float, float]:
