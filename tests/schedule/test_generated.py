@@ -1,5 +1,7 @@
 """Every schedule that the library makes, over its sizes: proved, as deep as promised, and refused by name elsewhere."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,12 +51,19 @@ def test_larger_ones_are_proved(ranks, microbatches, chunks):
     prove(ranks, microbatches, chunks)
 
 
+def every(group, ranks):
+    """A process's share of the sizes; how many those are."""
+    sizes = [*product(range(1, 65), range(1, 5))][group.rank() :: group.size()]
+    for microbatches, chunks in sizes:
+        prove(ranks, microbatches, chunks)
+    return len(sizes)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", range(1, 17))
-def test_all_sizes_are_proved(ranks):
-    for microbatches in range(1, 65):
-        for chunks in range(1, 5):
-            prove(ranks, microbatches, chunks)
+def test_all_sizes_are_proved(pool, ranks):
+    """By three processes: the sizes with one chunk, which have most schedules, are then not all one's."""
+    assert sum(pool(3).run(every, ranks)) == 64 * 4
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (2, 2), (3, 7), (4, 4), (4, 16), (8, 19)])
