@@ -112,7 +112,7 @@ TABLE = {
         ("copies of a KV head go apart", "T4",
          "(self.k_proj, sharers), (self.v_proj, sharers)",
          "(self.k_proj, None), (self.v_proj, None)",
-         "parity/test_tensor.py::test_a_cut_model_is_the_plain_one[each KV head on two ranks-4]"),
+         "parallel/test_grads.py::test_norm_and_clipping_are_those_of_the_whole_model[by_tensor-2-copies of KV heads]"),
         ("QK norms of own heads alone", "T3",
          "grads.mark(norm, partial=group)",
          "pass",
@@ -295,10 +295,10 @@ TABLE = {
          "comm/test_ops.py::test_an_in_place_verb_writes_its_strided_argument_and_nothing_beside_it"),
     ],
     "parallel/mesh.py": [
-        ("blocks of others", "C9",
-         "ranks[group.rank() // size * size :][:size]",
-         "ranks[group.rank() % size :][:size]",
-         "parallel/test_mesh.py::test_blocks_are_neighbours"),
+        ("the first axis over neighbours", "C9",
+         "return _mesh(dist.group.WORLD, tuple(axes.items()))",
+         "return _mesh(dist.group.WORLD, tuple(axes.items())[::-1])",
+         "parallel/test_mesh.py::test_the_last_axis_has_neighbours_and_the_first_has_strides"),
     ],
     "schedule/flush.py": [
         ("one forward pass too many", "P7",
