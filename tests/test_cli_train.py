@@ -1,6 +1,7 @@
 """`shardlab train`: layouts and models as words, jobs that do not fit together, and runs that are the plain run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,22 @@ def test_the_command_starts_ranks_trains_logs_and_exports(tmp_path):
     assert sum(p.numel() for p in checkpoint.from_folder(tmp_path / "out").parameters()) == spec_from("tiny").total
 
 
+def apart(group, job, texts):
+    try:
+        run(group, replace(job, text=str(texts[group.rank() == 1])))
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_with_different_texts_are_told(pool, tmp_path):
+    texts = tmp_path / "one", tmp_path / "other"
+    for path in texts:
+        path.write_text(path.name * 100)
+    job = Job(spec=spec_from("tiny"), layout=layout_from("dp=2"), steps=1, batch=2, seq=8, warmup=0)
+    assert all("rank 1 was told another run than rank 0, or reads another text" in said
+               for said in pool(2).run(apart, job, texts))
+
+
 def test_a_rank_that_fails_is_shown_with_its_own_traceback(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
@@ -140,3 +157,25 @@ def test_the_summary_says_what_was_skipped_and_when_nothing_was_left_to_do():
         "3 steps of tp = 1, 30 tokens: loss 5.5000 → 4.5000 (nats a byte)",
         "1 of them changed nothing: their gradients were not finite", "weights: there"]
     assert summary(job, []) == "nothing to do: the checkpoint is of step 100, the last"
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_a_run_goes_on_from_its_checkpoint_under_another_layout(pool, tmp_path, dtype):
+    shared = TINY | dict(spec=spec_from("tiny"), steps=6, every=2, warmup=0, dtype=dtype, dropout=0.0)
+    first, then = (layout_from(each) for each in ("dp=2,tp=2,microbatches=2", "tp=2,pp=2,microbatches=2"))
+    whole = pool(4).run(run, Job(layout=first, checkpoints=str(tmp_path / "a"), **shared))[0]
+    assert sorted(each.name for each in (tmp_path / "a").iterdir()) == [
+        "step-00000004", "step-00000006"]  # the last two
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "step-00000004").rename(tmp_path / "b" / "step-00000004")
+    path = tmp_path / "log"
+    more = Job(layout=then, checkpoints=str(tmp_path / "b"), resume=True, log=str(path), **shared)
+    told = pool(4).run(run, more)
+    assert {len(steps) for steps in told} == {2} and [line["step"] for line in log.read(path)] == [4, 5]
+    exact = 1e-9 if dtype == "fp64" else 2e-2
+    for mine, known in zip(told[0], whole[4:], strict=True):
+        assert math.isclose(mine.loss, known.loss, rel_tol=exact)
+        assert math.isclose(mine.norm, known.norm, rel_tol=10 * exact)
+    assert pool(4).run(run, more) == [[]] * 4  # nothing is left to do
+    with pytest.raises(Exception, match="has checkpoints up to step-00000006: go on from there"):
+        pool(4).run(run, Job(layout=then, checkpoints=str(tmp_path / "b"), **shared))

@@ -3,16 +3,19 @@
 import copy
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 from shardlab.model import Transformer, initialise
-from shardlab.parallel import data, mesh, tensor, zero
+from shardlab.parallel import data, mesh, rng, tensor, zero
 from shardlab.specs import ModelSpec
 from shardlab.train import Batches, log, text, train
 
 SPEC = ModelSpec(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=22, vocab=256, tied=True)
+
+SEED = rng.seed
 
 
 def plain():
@@ -77,7 +80,7 @@ def twice(group, folder):
     out = []
     for kind in ("data × tensor", "ZeRO-1"):
         (model, optimizer, axis), (other, its, _) = layout(group, kind), layout(group, kind)
-        seen = []
+        seen, seeded = [], []
         path = folder / kind
         steps = train(model, optimizer, batches(), range(2), axis, progress=False, seed=5, log=path)
         with zero.gathered(model), zero.gathered(other):
@@ -85,15 +88,16 @@ def twice(group, folder):
         zero.load_state_dict(other, its, copy.deepcopy(zero.state_dict(model, optimizer)))
         steps += train(model, optimizer, batches(), range(2, 4), axis, progress=False, seed=5, log=path,
                        after=lambda number, step, seen=seen: seen.append((number, step)))
-        resumed = train(other, its, batches(), range(2, 4), axis, progress=False, seed=5)
-        out.append((steps, resumed, seen))
+        with mock.patch.object(rng, "seed", lambda *given, seeded=seeded: seeded.append(given[1:]) or SEED(*given)):
+            resumed = train(other, its, batches(), range(2, 4), axis, progress=False, seed=5)
+        out.append((steps, resumed, seen, seeded == [(5, axis.rank(), 2), (5, axis.rank(), 3)]))
     return out
 
 
 def test_a_step_that_is_taken_up_again_drops_the_same_and_every_rank_is_told(pool, tmp_path):
     for found in pool(4).run(twice, tmp_path):
-        for steps, resumed, seen in found:
-            assert resumed == steps[2:] and seen == [(2, steps[2]), (3, steps[3])]
+        for steps, resumed, seen, seeded in found:
+            assert resumed == steps[2:] and seen == [(2, steps[2]), (3, steps[3])] and seeded
     for kind in ("data × tensor", "ZeRO-1"):  # one rank wrote
         assert [line["step"] for line in log.read(tmp_path / kind)] == [0, 1, 2, 3]
 

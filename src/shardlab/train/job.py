@@ -5,7 +5,7 @@ The model is trained from scratch on a text's bytes. `shardlab train` is this on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,7 @@ from ..model.parameters import initialise
 from ..model.transformer import Transformer
 from ..parallel import layout as layouts
 from ..parallel import weights
+from ..parallel.agreement import differing
 from ..specs import Layout, ModelSpec
 from ..specs.dtype import dtype_of
 from . import checkpoint, rates
@@ -108,6 +109,8 @@ def run(group: dist.ProcessGroup | None, job: Job, progress: bool = False) -> li
     """What every rank does, or a process alone: the steps that were still to be done, and what each came to. Raises
     ValueError as `layout.cut`, `train` and `checkpoint.load` do."""
     tokens, _ = job.split()
+    if group is not None:
+        _agree(group, job, tokens)
     batches = Batches(tokens, job.seq, job.batch, job.layout.microbatches, seed=job.seed)
     adamw = partial(torch.optim.AdamW, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
     cut = layouts.cut(job.make().to(_device(group, job.device)), job.layout, adamw)
@@ -125,6 +128,14 @@ def run(group: dist.ProcessGroup | None, job: Job, progress: bool = False) -> li
     if job.export is not None:
         weights.save(cut.model, job.export)
     return steps
+
+
+def _agree(group: dist.ProcessGroup, job: Job, tokens: torch.Tensor) -> None:
+    """Raise ValueError where machines were told different runs, or have different texts: nothing else would tell."""
+    told = repr(replace(job, text=None, log=None, export=None)).encode() + tokens.numpy().tobytes()
+    if (rank := differing(told, group)) is not None:
+        raise ValueError(f"rank {rank} was told another run than rank 0, or reads another text: give all machines the "
+                         "same command and the same file; without one, the same Python, whose manual it is")
 
 
 def _resumed(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, resume: bool) -> int:
