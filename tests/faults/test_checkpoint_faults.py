@@ -131,7 +131,7 @@ def refusals(group, folder, layout):
 def test_a_wrong_checkpoint_is_told_on_all_ranks_before_anything_is_changed(pool, tmp_path):
     hints = {
         "none": "is no checkpoint: it has no manifest.json", "above": "latest(folder) is the last",
-        "other": "is of another model: model.layers.0.self_attn.q_norm.weight is (4,) there and is missing here",
+        "other": "is of another model: model.layers.0.self_attn.q_proj.bias is missing there and is (16,) here",
         "kind": "has the states of AdamW, and this run's optimizer is SGD",
         "dtype": "model.embed_tokens.weight is float64 in", "model cut short": "model.safetensors is cut short",
         "states cut short": "optimizer.safetensors is cut short", "manifest cut short": "manifest.json can't be read",
