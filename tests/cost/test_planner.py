@@ -8,6 +8,7 @@ import pytest
 
 from shardlab.cost import Speeds, implied_share, pipeline, plan_training, step_time, training, why
 from shardlab.cost.planner_memory import fullest
+from shardlab.cost.planner_rules import axes
 from shardlab.cost.planner_search import pipelined, weights_for
 from shardlab.cost.step_time import times_of
 from shardlab.schedule import SCHEDULES, computing
@@ -158,6 +159,12 @@ def test_the_closed_form_is_near_what_the_list_takes(layout):
         times = [times_of(each, bill.layers.speeds) for each in bill.passes]
         about = pipelined(layout, times, places, bill.layers.seconds(bill.layers.hop()))
         assert about == pytest.approx(bill.line.total, rel=0.12)
+
+
+def test_layers_are_cut_inside_a_domain_and_sequences_into_long_parts():
+    """16 ranks of two domains: llama-3.1-8b could be cut over all of them. 8,192 tokens make four parts of 2,048."""
+    tried = list(axes(find_model("llama-3.1-8b"), ClusterSpec.of("a100", 16), 8192))
+    assert {tp for tp, _, _ in tried} == {1, 2, 4, 8} and {cp for _, _, cp in tried} == {1, 2, 4}
 
 
 def test_a_plan_says_what_it_left_out_and_took_for_granted():

@@ -33,7 +33,7 @@ def group_of(ranks: int, stride: int, cluster: ClusterSpec) -> Group:
     per = cluster.per_domain
     if cluster.domains == 1:
         return Group(ranks, ranks)
-    if stride >= per or per % stride:
+    if per % stride:
         return Group(ranks, 1)
     return Group(ranks, gcd(ranks, per // stride))
 
