@@ -8,6 +8,7 @@ import facts_cutting
 import facts_data
 import facts_experts
 import facts_hardware
+import facts_layouts
 import facts_pipeline
 import facts_replicas
 import facts_sizes
@@ -16,7 +17,7 @@ import pytest
 from facts import ROWS
 
 PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data,
-         facts_replicas, facts_pipeline, facts_experts)
+         facts_replicas, facts_pipeline, facts_experts, facts_layouts)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 
