@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+from ..specs.units import binary
+
+LONGEST = 4096  # bytes that a line stays below
 KEYS = ("step", "loss", "norm", "tokens", "seconds", "tokens_per_second", "memory", "lr", "skew")
 
 
@@ -50,6 +54,22 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     if wrong := [each for each in records if not isinstance(each, dict) or "step" not in each]:
         raise ValueError(f"{path} is no log of a run: {str(wrong[0])[:60]} has no step")
     return records
+
+
+def last(path: str | Path) -> dict[str, Any] | None:
+    """The last whole line of a log, without reading all of it; None where it has none yet."""
+    with Path(path).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST))
+        *lines, _ = file.read().split(b"\n")
+    return json.loads(lines[-1]) if lines else None
+
+
+def said(record: dict[str, Any]) -> str:
+    """A step as a progress bar says it."""
+    loss, norm = (math.nan if value is None else value for value in (record["loss"], record["norm"]))
+    busiest = f", busiest expert {record['skew']:.2f} × mean" if record["skew"] else ""
+    return (f"loss {loss:.4f}, norm {norm:.3g}, {record['tokens_per_second']:,.0f} tokens/s, "
+            f"{binary(record['memory'], 3)} held{busiest}")
 
 
 def _line(record: dict[str, Any]) -> str:
