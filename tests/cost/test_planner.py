@@ -91,9 +91,9 @@ def test_sixty_four_cards_as_eight_by_four_by_two():
 
 @pytest.mark.parametrize(("model", "where", "tokens", "seq"), [
     (MODEL, ClusterSpec.of("h100", 8), 2**16, 1024),
-    (find_model("mixtral-8x7b"), ClusterSpec.of("h100", 64), 2**20, 4096),
     (find_model("llama-3.1-8b"), ClusterSpec.of("a100", 16), 2**19, 8192),
-    (find_model("llama-3.1-70b"), ClusterSpec.of("h100", 64), 2**20, 4096)],
+    pytest.param(find_model("mixtral-8x7b"), ClusterSpec.of("h100", 64), 2**20, 4096, marks=pytest.mark.more),
+    pytest.param(find_model("llama-3.1-70b"), ClusterSpec.of("h100", 64), 2**20, 4096, marks=pytest.mark.more)],
     ids=lambda value: getattr(value, "name", None))
 def test_every_layout_is_one_that_fits(model, where, tokens, seq):
     """On all cards, of the tokens asked for, allowed for the model, no tp across domains; and its bill, to the byte, is
