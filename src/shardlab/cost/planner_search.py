@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 class Cut(NamedTuple):
     """What one micro-batch takes of each stage, keeps there, has besides inside of a pass, and keeps where its weight
-    gradients are put off."""
+    gradients are put off; and the numbers of the largest layer or end, which ZeRO-3 gathers."""
 
     layers: Layers
     passes: Sequence[Pass]
@@ -52,6 +52,7 @@ class Cut(NamedTuple):
     kept: Sequence[float]
     within: Sequence[float]
     late: Sequence[float]
+    unit: float
 
 
 @dataclass
@@ -149,7 +150,8 @@ class Search:
             kept = max(sum(n * cut.kept[stage] for stage, n in live)
                        + late * max(cut.late[stage] for stage in mine) for live, late in moments)
             most = max(most, states + kept + max(cut.within[stage] for stage in mine))
-        return most
+        # weights of one unit and the next, and gradients of one and the one before
+        return most + (4 * cut.unit * self._states.width if layout.zero == 3 else 0)
 
     def _seconds(self, layout: Layout, cut: Cut) -> float | None:
         """About how long a step takes; None where its passes alone take half as long again as the best step."""
@@ -175,7 +177,7 @@ def _made(layers: Layers, kinds: Kinds, kept: tuple[Kept, Kept], shapes: Sequenc
     live, late = ({shape: one.of(shape) for shape in passes} for one in kept)
     return Cut(layers, [passes[shape] for shape in shapes], [times[shape] for shape in shapes],
                [live[shape][0] for shape in shapes], [live[shape][1] for shape in shapes],
-               [late[shape][0] for shape in shapes])
+               [late[shape][0] for shape in shapes], max(one.rest for one in kinds[:4]))
 
 
 def pipelined(layout: Layout, times: Sequence[Times], places: Sequence[Sequence[int]], hop: float) -> float:
