@@ -178,6 +178,7 @@ def test_a_plan_says_what_it_left_out_and_took_for_granted():
 def test_more_cards_are_asked_for_where_nothing_fits():
     plan = plan_training(HERD, ClusterSpec.of("h100", 8), tokens=2**16, seq=8192)
     assert plan.best is None and "Nothing fits: " in plan.footnotes[0]
+    assert str(plan).splitlines()[1].startswith("Nothing fits: ")
     assert plan.search.least > ClusterSpec.of("h100", 8).card.memory
 
 

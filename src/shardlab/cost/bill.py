@@ -51,7 +51,7 @@ class Bill:
 
     def __str__(self) -> str:
         table = [row.cells() for row in self.rows]
-        width = [max(len(cells[i]) for cells in table) for i in range(5)]
+        width = [max((len(cells[i]) for cells in table), default=0) for i in range(5)]
         lines = [f"{a:<{width[0]}}   {b:<{width[1]}}   {c:>{width[2]}}   {d:>{width[3]}}   {e}".rstrip()
                  for a, b, c, d, e in table]
         return "\n".join([self.title, *lines, *self.footnotes])
