@@ -256,7 +256,8 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path, seed):
             assert f"rank {victim}" in str(gone)
         else:
             pool.close()  # it was done before its time, and would be killed in the next run
-        goes_on(tmp_path / "killed", ranks(2, timeout=120), LAYOUTS[(seed + 1) % 4], expected, full)
+    with ranks(2, timeout=120) as pool:
+        goes_on(tmp_path / "killed", pool, LAYOUTS[(seed + 1) % 4], expected, full)
 
 
 JOB = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardlab.model import Transformer, Window, checkpoint, from_folder, initialise, parameters
+from shardlab.model import Transformer, Window, checkpoint, from_folder, initialise, parameters, stored
 from shardlab.specs import Experts, Latent, ModelSpec
 
 KINDS = list(checkpoints.KINDS)
@@ -231,7 +231,7 @@ def test_a_folder_is_saved_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(stored, "save_file", full)
     with pytest.raises(FileExistsError, match="exists already"):  # said before anything is written
         checkpoint.save(model, tmp_path / "a" / "b")
     with pytest.raises(OSError, match="no space"):

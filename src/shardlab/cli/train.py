@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -149,18 +148,23 @@ def _follow(path: Path, steps: int, over: threading.Event) -> None:
 
     from ..train import log
 
-    began, ends = time.time(), False
+    before, ends = _changed(path), False
     with tqdm(total=steps, unit="step", disable=None) as bar:
         while not ends:
             ends = over.wait(LOOK)
             with suppress(OSError, ValueError):
-                if path.stat().st_mtime > began and (last := log.last(path)) is not None:
+                if _changed(path) != before and (last := log.last(path)) is not None:
                     done = last["step"] + 1
                     if not bar.n:  # from now on it counts: the ranks have started
                         bar.reset()
                         bar.initial = done
                     bar.set_postfix_str(log.said(last), refresh=False)
                     bar.update(done - bar.n)
+
+
+def _changed(path: Path) -> int | None:
+    """When the file was changed last; None where there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def _path(path: Path | None) -> str | None:

@@ -11,6 +11,7 @@ parameters then stand for nothing and read as nan.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -136,6 +137,8 @@ class Gathering:
 
         def before(*_) -> None:
             if i == 0:  # what a forward pass has left whose graph was thrown away
+                if any(self._left.values()):  # after an error a graph may lie in a cycle: on all ranks it goes now,
+                    gc.collect()  # not when each one's collector comes by, or they would gather different units
                 for unit in self.units:
                     if not self._left[unit]:
                         unit.free()
