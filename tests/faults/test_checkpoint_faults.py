@@ -289,7 +289,7 @@ def test_a_killed_job_leaves_a_checkpoint_that_goes_on(tmp_path, seed):
         time.sleep(draw.uniform(0, 1.5))
     finally:
         job.kill()
-        job.wait()
+        job.communicate()
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
