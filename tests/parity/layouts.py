@@ -135,6 +135,7 @@ def references(group, plains):
 
 
 known = {}  # what the plain model came to
+AT_ONCE = 10  # cases in a run, which a pool gives a limited time
 
 
 def parity(pool, cases):
@@ -147,7 +148,7 @@ def parity(pool, cases):
     together = {}
     for case in cases:
         together.setdefault(tuple(case.layout.axes.items()), []).append(case)
-    for some in together.values():
+    for some in (same[i : i + AT_ONCE] for same in together.values() for i in range(0, len(same), AT_ONCE)):
         outcomes = pool(ranks).run(compare, some, {case.plain: known[case.plain] for case in some})
         for case, of_ranks in zip(some, zip(*outcomes, strict=True), strict=True):
             check(case, of_ranks)
