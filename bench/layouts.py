@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import torch
-from ways.turns import AGREE, disagreeing, head, measured, shown
+from ways.turns import conclude, disagreeing, head, measured, shown
 
 RANKS = 4
 BLOCKS = [  # PyTorch's own, and ours that does the same
@@ -44,10 +43,7 @@ def main() -> None:
         ways = measured(block, RANKS, asked.turns, asked.gloo)
         missed += shown(ways, RANKS, {}, dict.fromkeys(ours, AIM))
         wrong += disagreeing(ways)
-    print("\n".join(["", "over their aim:", *missed] if missed else ["", "no aim is missed"]))
-    if wrong:
-        sys.exit("\n".join(["the losses do not agree:", *wrong]))
-    print(f"the losses agree to {AGREE:g} of them, after each step")
+    conclude(missed, wrong)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import torch
-from ways.turns import AGREE, disagreeing, head, measured, shown
+from ways.turns import conclude, disagreeing, head, measured, shown
 
 BLOCKS = [  # PyTorch's own, and those of ours that do the same
     {"DDP": ["DP"], "ZeroRedundancyOptimizer": ["ZeRO-1"]},
@@ -52,10 +51,7 @@ def main() -> None:
             ways = measured(block, p, asked.turns, asked.gloo)
             missed += shown(ways, p, *((AIMS, OF_PEERS) if p == 2 else ({}, {})))
             wrong += disagreeing(ways)
-    print("\n".join(["", "over their aim:", *missed] if missed else ["", "no aim is missed"]))
-    if wrong:
-        sys.exit("\n".join(["the losses do not agree:", *wrong]))
-    print(f"the losses agree to {AGREE:g} of them, after each step")
+    conclude(missed, wrong)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -105,3 +106,11 @@ def disagreeing(ways: dict[str, Way]) -> list[str]:
             f"{[round(loss, 5) for loss in right]}"
             for way in ways.values()
             if not all(abs(a - b) <= AGREE * b for a, b in zip(way.losses, right, strict=False))]
+
+
+def conclude(missed: list[str], wrong: list[str]) -> None:
+    """Print which aims are missed; exits with an error where losses do not agree."""
+    print("\n".join(["", "over their aim:", *missed] if missed else ["", "no aim is missed"]))
+    if wrong:
+        sys.exit("\n".join(["the losses do not agree:", *wrong]))
+    print(f"the losses agree to {AGREE:g} of them, after each step")

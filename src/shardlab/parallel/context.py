@@ -71,6 +71,12 @@ class Context(NamedTuple):
         return share(labels, self.group, IGNORED)
 
 
+def own_of(model: Transformer, tokens: torch.Tensor, real: torch.Tensor | None = None) -> Own:
+    """What of a micro-batch, tokens (batch, seq), runs here: all of it, or this rank's part of its sequences."""
+    context = getattr(model, "context", None)
+    return Own(tokens, None, real) if context is None else context.own(tokens, real=real)
+
+
 def cut(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     """Have the ranks of `group` share each sequence, in place, and return the model.
 

@@ -19,7 +19,7 @@ from ..model.router import Routing
 from ..model.transformer import Transformer
 from ..schedule import Action, Orders, check, placement, size
 from .agreement import agree
-from .context import Own
+from .context import Own, own_of
 from .data import no_sync
 from .deferred import Deferred, deferring
 from .pipeline import Pipeline, Stage
@@ -67,7 +67,7 @@ def run(model: Transformer, orders: Orders, parts: Sequence[MicroBatch], valid: 
         raise ValueError(f"real has {[tuple(each.shape) for each in real]}, the micro-batches "
                          f"{[tuple(tokens.shape) for tokens, _ in parts]}: give a bool for each token")
     context = getattr(model, "context", None)
-    mine = [_own(model, tokens, None if real is None else real[i]) for i, (tokens, _) in enumerate(parts)]
+    mine = [own_of(model, tokens, None if real is None else real[i]) for i, (tokens, _) in enumerate(parts)]
 
     def loss(i: int, stream: torch.Tensor) -> torch.Tensor:
         labels = parts[i][1] if context is None else context.own_labels(parts[i][1])
@@ -110,7 +110,7 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
     if backward(orders):
         raise ValueError("logits are for inference, and this schedule has backward passes: take schedule.forward_only")
 
-    mine, context = [_own(model, tokens) for tokens in parts], getattr(model, "context", None)
+    mine, context = [own_of(model, tokens) for tokens in parts], getattr(model, "context", None)
 
     def keep(i: int, stream: torch.Tensor) -> torch.Tensor:
         each = model.lm_head(stream, shape=mine[i].tokens.shape)
@@ -119,12 +119,6 @@ def logits(model: Transformer, orders: Orders, parts: Sequence[torch.Tensor]) ->
 
     pipeline = _execute(model, orders, mine, keep)
     return [out[i] for i in range(len(parts))] if pipeline.count - 1 in pipeline.mine else None
-
-
-def _own(model: Transformer, tokens: torch.Tensor, real: torch.Tensor | None = None) -> Own:
-    """What of a micro-batch runs here: all of it, or this rank's part of its sequences."""
-    context = getattr(model, "context", None)
-    return Own(tokens, None, real) if context is None else context.own(tokens, real=real)
 
 
 def _execute(model: Transformer, orders: Orders, parts: Sequence[Own], end: End, aside: Aside = lambda _: None

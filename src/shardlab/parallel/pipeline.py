@@ -56,6 +56,11 @@ class Pipeline:
         """The global rank that has the stage."""
         return self.ranks[next(rank for rank, stages in enumerate(self.stages) if stage in stages)]
 
+    def shared_table(self, model: Transformer) -> nn.Parameter | None:
+        """The tied embedding, where this rank and another one have it."""
+        end: nn.Embedding | nn.Linear | None = model.embed_tokens or model.lm_head
+        return end.weight if self.shares_ends and end is not None else None  # type: ignore[return-value]
+
     def stream(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Room for the stream of `tokens` (batch, seq): (batch, seq, hidden), or a slice of its rows."""
         shape = tuple(tokens.shape)

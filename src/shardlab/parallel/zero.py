@@ -44,10 +44,9 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     Train as ever: backward, `grads.finish`, `grads.clip_grad_norm_`, `optimizer.step`, `optimizer.zero_grad`, which
     sets gradients to None. Stages 1 and 2 lay weights in rows of `bucket_bytes` at most. Weights of 16 bits get master
     copies in float32, which the optimizer steps. Parameters on meta get memory on `device`, of this rank's slices alone
-    in stage 3, to be filled: see `held`. Experts that are spread over ranks (`expert.cut`) are left whole, and the
-    optimizer steps them whole. Raises ValueError on another stage, a model that has a data axis, an optimizer
-    whose update is not element by element, that has begun, or that does not hold the trained parameters, and with a
-    pipeline in stages 2 and 3.
+    in stage 3, to be filled: see `held`. Experts that are spread over ranks (`expert.cut`) are left whole, and stepped
+    whole. Raises ValueError on another stage, a model that has a data axis, an optimizer whose update is not element by
+    element, that has begun, or that lacks a trained parameter, and with a pipeline in stages 2 and 3.
     """
     refuse(model, optimizer, stage)
     agree(model, group)
@@ -61,7 +60,8 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     else:
         left = alone(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in left]
-        table = _shared_table(model)  # in a row of its own, so that both ends cut it into the same slices
+        pipeline = getattr(model, "pipeline", None)
+        table = pipeline and pipeline.shared_table(model)  # in a row of its own: both ends cut it into the same slices
         rest, apart = ([each for each in trained if (each is table) is kind] for kind in (False, True))
         rows = [row for some in (rest[::-1], apart) for row in buckets(some, group.size(), bucket_bytes)]
         reducer = (Stage1 if stage == 1 else Stage2)(rows, group, Whole(rows, group))
@@ -71,15 +71,6 @@ def shard(model: Transformer, optimizer: optim.Optimizer, group: dist.ProcessGro
     guard(reducer, model, optimizer)
     stay(model)
     return model
-
-
-def _shared_table(model: Transformer) -> nn.Parameter | None:
-    """The tied embedding that first and last rank of a pipeline both have, where this is one of them."""
-    pipeline = getattr(model, "pipeline", None)
-    if pipeline is None or not pipeline.shares_ends:
-        return None
-    end: nn.Embedding | nn.Linear | None = model.embed_tokens or model.lm_head
-    return None if end is None else end.weight  # type: ignore[return-value]
 
 
 class Whole:
