@@ -1,9 +1,10 @@
 """Checkpoints: the whole model and its optimizer's states, from which a run goes on under any layout.
 
-    done = checkpoint.load(found, model, optimizer) if (found := checkpoint.latest(folder)) else 0
-    for done in range(done + 100, 1001, 100):
-        train(model, optimizer, batches, range(done - 100, done), …, seed=seed)
-        checkpoint.save(folder, model, optimizer, done, keep=2, seed=seed)
+    found = checkpoint.latest(folder)
+    done = checkpoint.load(found, model, optimizer) if found else 0
+    for first in range(done, 1000, 100):
+        train(model, optimizer, batches, range(first, first + 100), …, seed=seed)
+        checkpoint.save(folder, model, optimizer, first + 100, keep=2, seed=seed)
 
 A checkpoint is a folder, `step-00000100` after 100 steps:
 
