@@ -188,8 +188,10 @@ def shown(seen: Seen, turns: int) -> tuple[list[str], dict]:
     ranked = {p: dict(zip(("flops", "memory", "overhead"), say.rank(p), strict=True)) | {"reached": say.share(p),
               "plain": median(seen.plain[p])} for p in seen.speeds}
     links = {link: {"alpha": fit.alpha, "beta": fit.beta} for link, fit in say.fits.items()}
-    return lines, {"turns": turns, "ranks": ranked, "links": links, "cases": cases, "rank_correlation": agree,
-                   "median_error": error, "span": span}
+    figures = {"parameters": SPEC.total, "cases": len(told), "rank_correlation": agree, "median_error": error,
+               "span": span, "lowest": min(ratios), "highest": max(ratios),
+               "slowest_link": min(case.mb for case in CASES if case.mb) * 10**6}
+    return lines, {"turns": turns, "ranks": ranked, "links": links, "cases": cases, "figures": figures}
 
 
 def hardware() -> Iterator[tuple[str, object]]:
@@ -198,6 +200,12 @@ def hardware() -> Iterator[tuple[str, object]]:
         name = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
     yield from {"date": date.today().isoformat(), "processor": name, "cores": os.cpu_count(),
                 "system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}.items()
+
+
+def told_of(where: dict[str, object]) -> str:
+    """The machine in words, as a page says it."""
+    return (f"{where['cores']} cores ({where['processor']}), {platform.system()}, Python {where['python']}, "
+            f"torch {where['torch']}, {where['date']}")
 
 
 def main() -> None:
@@ -220,7 +228,7 @@ def main() -> None:
     print("\n".join(lines))
     if asked.to:
         (asked.to / "step_time.md").write_text("# Step time, predicted and measured\n\n" + "\n".join(lines) + "\n")
-        (asked.to / "step_time.json").write_text(json.dumps({"machine": where, **data}, indent=1) + "\n")
+        (asked.to / "step_time.json").write_text(json.dumps({"machine": told_of(where), **data}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

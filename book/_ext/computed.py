@@ -10,7 +10,7 @@ A page names what it needs in a block that is not shown, then writes numbers as 
 
 Both know everything that `shardlab.specs` and `shardlab.cost` export, `math`, and what stands above them on the page.
 `formats.py` lists the formats. {measured} reads the committed outputs of `labs/05_tensor.ipynb`, where the lab left its
-figures with `show.measured(held=…)`, or else `book/measured/05_tensor.json`, for what was measured outside a lab. In a
+figures with `show.measured(held=…)`, or else `bench/results/05_tensor.json`, for what a benchmark measured. In a
 table the bar is written `\\|`. What can't be computed is a warning with page and line, so `-W` fails the build.
 """
 
@@ -65,7 +65,7 @@ def split(text: str) -> tuple[str, str]:
 
 def measured(env: BuildEnvironment, name: str) -> dict[str, Any]:
     """What the lab or the benchmark `name` recorded: `figures` (name → number) and the `machine`, in words."""
-    lab, other = Path(env.srcdir, "labs", f"{name}.ipynb"), Path(env.srcdir, "book", "measured", f"{name}.json")
+    lab, other = Path(env.srcdir, "labs", f"{name}.ipynb"), Path(env.srcdir, "bench", "results", f"{name}.json")
     path = lab if lab.exists() else other
     env.note_dependency(str(path))
     if not path.exists():

@@ -1,8 +1,11 @@
-"""Draw the figures of chapter 9: ranks in their groups, where a step's seconds go, and DeepSeek-V3's cards.
+"""Draw the figures of chapter 9: ranks in their groups, where a step's seconds go, DeepSeek-V3's cards, and steps as
+predicted and as measured.
 
-`python book/figures/layouts.py [FOLDER]` writes layouts_ranks.svg, layouts_time.svg and layouts_v3.svg.
+`python book/figures/layouts.py [FOLDER]` writes layouts_ranks.svg, layouts_time.svg, layouts_v3.svg and
+layouts_measured.svg, whose points bench/step_time.py has left in bench/results.
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,9 +141,33 @@ def v3() -> Picture:
     return figure
 
 
+SEEN = Path(__file__).parents[2] / "bench" / "results" / "step_time.json"
+AXIS = {"data axis": "dp", "tensor axis": "tp", "context axis": "cp", "bubble": "pp"}
+
+
+def measured() -> Picture:
+    """Each benchmarked step as a point: what was predicted across, what was measured up, and the line where both are
+    one. A point has the colour and letter of the axis that costs it most."""
+    figure = Picture(figsize=(6.4, 5.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0.7, 4], [0.7, 4], color=INK, linewidth=1)
+    for case in json.loads(SEEN.read_text())["cases"]:
+        axis = AXES[AXIS[max(AXIS, key=case["parts"].__getitem__)]]
+        axes.plot(case["predicted"], case["measured"], "o", markersize=22, color=axis.colour, alpha=0.9)
+        axes.text(case["predicted"], case["measured"], axis.letter, fontsize=14, weight="bold", color=on(axis.colour),
+                  ha="center", va="center_baseline")
+    axes.set_xlabel("predicted, seconds", fontsize=14, color=INK)
+    axes.set_ylabel("measured, seconds", fontsize=14, color=INK)
+    axes.tick_params(labelsize=14, colors=INK)
+    axes.set_aspect("equal")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    return figure
+
+
 def draw(folder: Path) -> None:
     """Write all pictures into `folder`."""
-    for name, picture in (("ranks", ranks()), ("time", time()), ("v3", v3())):
+    for name, picture in (("ranks", ranks()), ("time", time()), ("v3", v3()), ("measured", measured())):
         picture.write_svg(folder / f"layouts_{name}.svg")
 
 

@@ -32,7 +32,7 @@ class Book:
     def __init__(self, folder):
         self.folder = folder
         (folder / "conf.py").write_text(CONF)
-        for name in ("book/measured", "labs"):
+        for name in ("bench/results", "labs"):
             (folder / name).mkdir(parents=True)
 
     def write(self, name, content):
@@ -118,8 +118,8 @@ def test_measured_figures_come_from_the_lab(book):
     assert "has recorded no 'gone', only held, ratio" in warnings
 
 
-def test_measured_figures_may_come_from_elsewhere(book):
-    book.write("book/measured/gpus.json", LAB)
+def test_measured_figures_may_come_from_a_benchmark(book):
+    book.write("bench/results/gpus.json", LAB)
     text, warnings = book.build("# T\n\n{measured}`gpus.ratio | ratio`.")
     assert (warnings, "1.44×." in text) == ("", True)
 
