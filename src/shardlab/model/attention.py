@@ -65,27 +65,27 @@ def core(
 ) -> torch.Tensor:
     """The part of attention that has no weights: (batch, heads, seq, head_dim), of KV heads for k and v, → as q."""
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if cache is not None:
-        k, v = cache.append(k, v)
-    return attend(q, k, v)
+    return attend(q, k, v) if cache is None else cache.attend(q, k, v, attend)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None,
+           mask: torch.Tensor | None = None) -> torch.Tensor:
     """Softmax(scale · q kᵀ) v, the queries being the last tokens of the keys: causal. By default scale is 1/√head_dim.
 
     q (batch, heads, new, head_dim), k and v (batch, kv_heads, tokens, head_dim) → (batch, heads, new, v's head_dim).
+    `mask` (batch, 1, new, tokens), bools, says instead which keys a query sees, where sequences differ in length.
     """
     if q.shape[-1] != v.shape[-1] and q.device.type == "cpu":
         # where they differ, PyTorch's kernel for the CPU would keep all scores: zeros cost less
         width, d = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         scale = scale or q.shape[-1] ** -0.5
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        return attend(q, k, v, scale)[..., :d]
+        return attend(q, k, v, scale, mask)[..., :d]
     new, tokens = q.shape[2], k.shape[2]
-    mask = None
-    if 1 < new < tokens:
+    causal = mask is None and 1 < new == tokens
+    if mask is None and 1 < new < tokens:
         mask = torch.ones(new, tokens, dtype=torch.bool, device=q.device).tril(tokens - new)
     # enable_gqa reads each KV head several times where it lies. On one CPU thread, 8 × 256 tokens, 8 heads of 64 over
     # 2 KV heads, forward and backward: 62 ms, against 70 ms with the KV heads repeated in memory (float64: 204, 216).
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == tokens, scale=scale,
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
                                           enable_gqa=True)

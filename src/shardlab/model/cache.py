@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -38,6 +40,12 @@ class LayerCache:
             store[:, :, self.length : stop] = x
         self.length = stop
         return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Callable[..., torch.Tensor]
+               ) -> torch.Tensor:
+        """Add k and v, and what `attend(q, k, v)` makes of q with all that is held then. What a layer asks of a cache:
+        others may keep keys and values elsewhere, and several requests in a batch of one (`serve.pages`)."""
+        return attend(q, *self.append(k, v))
 
 
 class KVCache:

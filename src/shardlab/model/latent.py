@@ -62,17 +62,22 @@ class LatentAttention(nn.Module):
         nope, rope, value = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim
         q, latent, key = self.project(x, batch * seq)
         key = self.turn(key.view(batch, 1, seq, rope), cos, sin)
+        heads = q.shape[-1] // (nope + rope)
+        q = q.view(batch, seq, heads, nope + rope).transpose(1, 2)  # (batch, heads, seq, …)
         if cache is None:
-            kv = self.up(latent, batch * seq)
+            kv = self.up(latent, batch * seq).view(batch, seq, heads, nope + value).transpose(1, 2)
+            y = run(self.core, q, kv, key, cos, sin)
         else:
             latent = self.whole(latent, batch * seq).view(batch, 1, seq, self.latent.kv_rank)
-            latent, key = cache.append(latent, key)
-            kv = self.kv_b_proj(latent)
-        heads, tokens = q.shape[-1] // (nope + rope), key.shape[2]
-        q = q.view(batch, seq, heads, nope + rope).transpose(1, 2)  # (batch, heads, seq, …)
-        kv = kv.view(batch, tokens, heads, nope + value).transpose(1, 2)
-        y = run(self.core, q, kv, key, cos, sin)
+            y = cache.attend(self.turned(q, cos, sin), latent, key, self.from_latents)
         return self.o_proj(self.dropout(y.transpose(1, 2).flatten(2), seed))
+
+    def from_latents(self, q: torch.Tensor, latent: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None
+                     ) -> torch.Tensor:
+        """Attention over cached latents (batch, 1, tokens, kv_rank) and shared keys (…, rope_dim), of q (batch, heads,
+        new, nope_dim + rope_dim), turned: (batch, heads, new, value_dim)."""
+        kv = self.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, self.latent.nope_dim + self.latent.value_dim))
+        return self.over(q, kv.transpose(1, 2), key, mask)
 
     def project(self, x: torch.Tensor, tokens: int) -> Sequence[torch.Tensor]:
         """Of x, which has `tokens` tokens: queries (batch, seq, heads × (nope_dim + rope_dim)), the latent to be given
@@ -110,11 +115,19 @@ class LatentAttention(nn.Module):
              ) -> torch.Tensor:
         """The part of attention that has no weights: q (batch, heads, seq, nope_dim + rope_dim), kv (batch, heads,
         tokens, nope_dim + value_dim), key (batch, 1, tokens, rope_dim), turned → (batch, heads, seq, value_dim)."""
+        return self.over(self.turned(q, cos, sin), kv, key)
+
+    def turned(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries (batch, heads, seq, nope_dim + rope_dim), their last part turned by its positions."""
         own, turned = q.split([self.latent.nope_dim, self.latent.rope_dim], -1)
-        q = torch.cat((own, self.turn(turned, cos, sin)), -1)
+        return torch.cat((own, self.turn(turned, cos, sin)), -1)
+
+    def over(self, q: torch.Tensor, kv: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None
+             ) -> torch.Tensor:
+        """As `core`, of queries that are turned."""
         own, v = kv.split([self.latent.nope_dim, self.latent.value_dim], -1)
         k = torch.cat((own, key.expand(-1, kv.shape[1], -1, -1)), -1)
-        return self.attend(q, k, v, self.scale)
+        return self.attend(q, k, v, self.scale) if mask is None else self.attend(q, k, v, self.scale, mask)
 
 
 def softmax_scale(spec: ModelSpec) -> float:
