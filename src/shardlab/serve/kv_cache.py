@@ -1,0 +1,140 @@
+"""Which block of the KV cache is whose: a pool of blocks of equal size, as an operating system has pages of memory
+(PagedAttention, arXiv:2309.06180, §4).
+
+A request has a table of blocks, which need not be neighbours, so that none has to be kept free for what it may still
+write. A filled block whose tokens, and all tokens before them, are those that another request begins with holds the
+same keys and values: it is shared, not computed again. Blocks that nobody uses stay as they are until their room is
+needed, and the one unused for longest goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..specs.check import whole
+
+ROOT = 0  # the content before the first block
+
+
+def block_hash(parent: int, tokens: tuple[int, ...]) -> int:
+    """Where to look for a block of these tokens behind the content `parent`: the same tokens behind others differ."""
+    return hash((parent, tokens))
+
+
+class Content(NamedTuple):
+    """What a filled block holds: `number` is given once and never again, `parent` is that of the content before it."""
+
+    block: int
+    number: int
+    parent: int
+    tokens: tuple[int, ...]
+
+
+class BlockPool:
+    """`blocks` blocks for `block_size` tokens each, and who uses them; the tensors are elsewhere (`pages`)."""
+
+    def __init__(self, blocks: int, block_size: int = 16):
+        self.blocks, self.block_size = whole("blocks", blocks), whole("block_size", block_size)
+        self.users = [0] * blocks
+        self._empty = deque(range(blocks))
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with a content, unused for longest first
+        self._contents: list[Content | None] = [None] * blocks
+        self._known: dict[int, Content] = {}
+        self._next = ROOT + 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that `take` can give: empty ones, and those with a content that nobody uses."""
+        return len(self._empty) + len(self._unused)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks for one new user, with whatever is in them. RuntimeError where fewer are free."""
+        if count > self.free:
+            raise RuntimeError(f"{count} blocks asked for, and {self.free} of {self.blocks} are free: wait for a "
+                               "request to end, or preempt one")
+        taken = []
+        for _ in range(count):
+            if self._empty:
+                block = self._empty.popleft()
+            else:
+                block, _ = self._unused.popitem(last=False)
+                self._forget(block)
+            self.users[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """The blocks that hold the longest known beginning of `tokens`, each with one user more, and the number of
+        their last content.
+
+        They are pinned at once: until they are released, `take` gives none of them away. The last token is never among
+        those found, since somebody has to compute what follows it; nor is a block that is not filled.
+        """
+        size, parent, found = self.block_size, ROOT, list[int]()
+        for start in range(0, len(tokens) - size, size):
+            content = self._find(parent, tuple(tokens[start : start + size]))
+            if content is None:
+                break
+            found.append(content.block)
+            parent = content.number
+        self.hold(found)
+        return found, parent
+
+    def keep(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
+        """Say what a filled block holds, behind the content `parent`; the number of that content.
+
+        If another block holds the same already, that one stays the known one. Raises ValueError on a block that is not
+        full, and on one that nobody uses.
+        """
+        if len(tokens) != self.block_size or not self.users[block]:
+            raise ValueError(f"block {block} with {len(tokens)} of {self.block_size} tokens and {self.users[block]} "
+                             "users: only full blocks in use are kept")
+        if (known := self._find(parent, tokens)) is not None:
+            return known.number
+        self._forget(block)
+        content = Content(block, self._next, parent, tokens)
+        self._next += 1
+        self._contents[block] = content
+        self._known[block_hash(parent, tokens)] = content  # of two with one hash, the newer is found
+        return content.number
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One user more of each: somebody who reads or writes it, whatever becomes of the request."""
+        for block in blocks:
+            if not self.users[block]:
+                if block in self._unused:
+                    del self._unused[block]
+                else:
+                    raise ValueError(f"block {block} is empty and nobody's: take it")
+            self.users[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less of each. Of blocks that nobody uses then, the last are reused first: their beginnings serve
+        more requests. RuntimeError where one has no user."""
+        for block in reversed(blocks):
+            if not self.users[block]:
+                raise RuntimeError(f"block {block} is released by somebody who does not have it")
+            self.users[block] -= 1
+            if self.users[block]:
+                continue
+            if self._contents[block] is None:
+                self._empty.append(block)
+            else:
+                self._unused[block] = None
+
+    def _find(self, parent: int, tokens: tuple[int, ...]) -> Content | None:
+        """The content of these tokens behind `parent`, if it is known: what a hash finds is compared, for two can have
+        the same."""
+        content = self._known.get(block_hash(parent, tokens))
+        return content if content and (content.parent, content.tokens) == (parent, tokens) else None
+
+    def _forget(self, block: int) -> None:
+        content, self._contents[block] = self._contents[block], None
+        if content is not None and self._known.get(key := block_hash(content.parent, content.tokens)) is content:
+            del self._known[key]
