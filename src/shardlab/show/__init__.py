@@ -12,6 +12,8 @@ from .steps import steps
 from .timeline import timeline
 from .training import training
 from .verdict import verdict
+from .waits import waits
 
 __all__ = ["AXES", "WORK", "Comparison", "calculator", "column_then_row", "compare", "heads", "latency", "measured",
-           "over_cards", "pipeline", "stacked", "steps", "through_a_block", "timeline", "training", "verdict", "wire"]
+           "over_cards", "pipeline", "stacked", "steps", "through_a_block", "timeline", "training", "verdict", "waits",
+           "wire"]
