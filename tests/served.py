@@ -4,6 +4,7 @@ Weights are large and norms stray from 1, so that texts are not one token over a
 prompt: `test_the_texts_mean_something` keeps that. Nothing divides: 3 layers, FFN 44, vocabulary 101.
 """
 
+from collections import deque
 from functools import lru_cache
 
 import torch
@@ -102,16 +103,16 @@ class Faked:
 
     def run(self, given, look=lambda batch: None, most=10_000):
         """The answers; `look(batch)` sees each batch before it is computed."""
-        due, answers = sorted(given, key=lambda request: -request.arrival), {}
+        due, answers = deque(sorted(given, key=lambda request: request.arrival)), {}
         for _ in range(most):
-            while due and due[-1].arrival <= self.clock.now():
-                request = due.pop()
+            while due and due[0].arrival <= self.clock.now():
+                request = due.popleft()
                 answers[request.number] = self.scheduler.add(request)
             batch = self.scheduler.step()
             if batch is None:
                 if not due:
                     return [answers[request.number] for request in given]
-                self.clock.wait_until(due[-1].arrival)
+                self.clock.wait_until(due[0].arrival)
                 continue
             look(batch)
             self.batches.append(batch.work)

@@ -140,6 +140,13 @@ def test_nobody_is_answered_before_they_come():
     assert answers[1].times[0] >= 0.3 and answers[0].times[-1] < clock.now()
 
 
+def test_of_those_that_come_at_once_the_first_is_first():
+    engine = Engine(build(), blocks=80, block_size=4, policy=prefill_first(8), clock=VirtualClock(lambda work: 1.0))
+    engine.run([*requests(), Request(9, [5], 2, arrival=40.0), Request(8, [6], 2, arrival=40.0)])
+    begun = list(dict.fromkeys(number for plan in engine.plans for number, *_ in plan))
+    assert begun == [0, 1, 2, 3, 4, 5, 9, 8]
+
+
 def test_numbers_tell_requests_apart():
     with pytest.raises(ValueError, match="same number"):
         Engine(build(), blocks=8, block_size=4).run([Request(1, [5], 3), Request(1, [6], 3)])

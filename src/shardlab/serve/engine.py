@@ -7,6 +7,7 @@ weights' cuts do the rest, as in training: a tensor axis sums inside the layers,
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -107,16 +108,16 @@ class Engine:
         numbers = [request.number for request in requests]
         if len(set(numbers)) < len(numbers):
             raise ValueError("two requests have the same number, by which the scheduler knows them")
-        due = sorted(requests, key=lambda request: request.arrival, reverse=True)
+        due = deque(sorted(requests, key=lambda request: request.arrival))
         answers = dict[int, Answer]()
         while True:
-            while due and due[-1].arrival <= self.clock.now():
-                request = due.pop()
+            while due and due[0].arrival <= self.clock.now():
+                request = due.popleft()
                 answers[request.number] = self.submit(request)
             if not self.step(bool(due)):
                 return [answers[number] for number in numbers]
             if not self.runner.worked and due:
-                self.clock.wait_until(due[-1].arrival)
+                self.clock.wait_until(due[0].arrival)
 
     def step(self, more: bool = False) -> bool:
         """Plan a step and compute it; False once there is nothing to do, neither here nor where experts are shared, and
