@@ -11,12 +11,15 @@ from ..specs.attention import Latent
 from ..specs.check import whole
 from ..specs.layout import staged
 
+SCALE = 2  # bytes of int8's scale
 
 def kv_per_token(spec: ModelSpec, layout: Layout | None = None, dtype: str = "bf16"
                  ) -> int | float:
-    """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, or "fp8"
-    (a byte a number). Where cp cuts the sequences, ranks have their part of the tokens, and
-    this is the mean over them (no run of ours is behind it).
+    """Bytes by which each rank's cache grows with a token. `dtype`: a plain one, "fp8" (a
+    byte a number) or "int8" (a byte, and 2 for the scale of what a head keeps of a token:
+    (head_dim + 2) / (2 · head_dim) of bf16, 0.508 at 128). Where cp cuts the sequences,
+    ranks have their part of the tokens, and this is the mean over them (no run of ours is
+    behind it).
 
     A rank has at least one KV head, so a tp beyond the KV heads saves nothing more; a
     latent is whole on every rank. MLA in fp8 is DeepSeek's layout: the latent in fp8 with
@@ -49,7 +52,7 @@ def kv_cache(spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: 
     if spec.compressed:
         return sum(layers * (tokens // ratio) * _entry(ratio) for ratio, layers in spec.compressed.ratios)
     kept = min(tokens, spec.window or 0) * spec.windowed_layers
-    return int(_growth(spec, layout, dtype) * tokens) + kept * _heads(spec, layout, width_of(dtype))
+    return int(_growth(spec, layout, dtype) * tokens) + kept * _heads(spec, layout, dtype)
 
 
 def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | None = None, dtype: str = "bf16"
@@ -63,23 +66,23 @@ def requests_that_fit(free: int, spec: ModelSpec, tokens: int, layout: Layout | 
 
 def _growth(spec: ModelSpec, layout: Layout, dtype: str) -> int | float:
     """Bytes of a token in all layers, of a rank that has it."""
-    width = width_of(dtype)
+    stored(1, dtype)  # an unknown one is refused, whatever the attention
     if spec.compressed:
         return sum(layers / ratio * _entry(ratio) for ratio, layers in spec.compressed.ratios)
     if spec.latent:
-        return spec.layers * _latent(spec.latent, dtype, width)
-    return (spec.layers - spec.windowed_layers) * _heads(spec, layout, width)
+        return spec.layers * _latent(spec.latent, dtype)
+    return (spec.layers - spec.windowed_layers) * _heads(spec, layout, dtype)
 
 
-def _heads(spec: ModelSpec, layout: Layout, width: int) -> int:
+def _heads(spec: ModelSpec, layout: Layout, dtype: str) -> int:
     """Bytes of a token in one layer, on one rank: a key and a value for each KV head."""
-    return 2 * max(1, spec.kv_heads // layout.tp) * spec.head_dim * width
+    return 2 * max(1, spec.kv_heads // layout.tp) * stored(spec.head_dim, dtype)
 
 
-def _latent(latent: Latent, dtype: str, width: int) -> int:
+def _latent(latent: Latent, dtype: str) -> int:
     if dtype == "fp8":
         return latent.kv_rank + 4 * -(-latent.kv_rank // 128) + 2 * latent.rope_dim
-    return latent.cached * width
+    return stored(latent.kv_rank, dtype) + stored(latent.rope_dim, dtype)
 
 
 def _entry(ratio: int) -> int:
@@ -87,6 +90,14 @@ def _entry(ratio: int) -> int:
     an entry among 4 tokens also keep an indexer's key for it, 128 numbers in fp4 and a 4-byte scale."""
     indexer = 128 // 2 + 4 if ratio == 4 else 0
     return 448 + 64 * 2 + 8 + indexer
+
+
+def stored(numbers: int, dtype: str) -> int:
+    """Bytes of what one head keeps of a token: `numbers` of them, in "int8" with their scale."""
+    try:
+        return numbers + SCALE if dtype == "int8" else numbers * width_of(dtype)
+    except ValueError as error:
+        raise ValueError(f"{error}, or int8") from None
 
 
 def width_of(dtype: str) -> int:
