@@ -48,3 +48,10 @@ def test_a_rotation_turns_pairs_half_a_head_apart_and_keeps_lengths():
     pairs, turned = (torch.complex(z[..., :4], z[..., 4:]) for z in (x, y))
     angles = torch.arange(5).double()[:, None] * 10000.0 ** (-torch.arange(4) / 4)
     assert (turned - pairs * torch.polar(torch.ones_like(angles), angles)).abs().max() < 1e-6
+
+
+def test_no_positions_are_no_angles_in_the_same_shape():
+    """A stage of a pipeline that has nothing of a step still goes through its layers."""
+    spec = ModelSpec(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=8)
+    for positions, batch in ((torch.empty(0, dtype=torch.long), 1), (torch.empty(2, 0, dtype=torch.long), 2)):
+        assert [x.shape for x in rope.table(spec, positions, torch.float32)] == [(batch, 1, 0, 8)] * 2

@@ -19,8 +19,8 @@ def table(spec: ModelSpec, positions: torch.Tensor, dtype: torch.dtype) -> tuple
 
     Angles are computed in float32 whatever `dtype` is, as `transformers` does.
     """
-    angles = positions.float().unsqueeze(-1) * frequencies(spec, positions.device)
-    angles = torch.cat((angles, angles), -1).view(-1, 1, positions.shape[-1], spec.rotated)
+    angles = torch.atleast_2d(positions).float().unsqueeze(-1) * frequencies(spec, positions.device)
+    angles = torch.cat((angles, angles), -1).unsqueeze(1)
     scale = _magnitude(spec.rope_scaling)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
