@@ -77,7 +77,8 @@ class World(Protocol):
         """Send these tokens' caches, all layers. After the last of a transfer's streams: `Moved`, acked or failed."""
 
     def cancel(self, transfer: Transfer) -> None:
-        """Stop a transfer, whatever it is at: `Moved`, drained, and nothing else from then on."""
+        """Stop a transfer that was not acked yet: `Moved`, drained, and nothing else of it from then on. Its source or
+        target may be lost."""
 
     def next(self) -> Event | None:
         """What happened next; None when nothing more will."""

@@ -10,7 +10,7 @@ needed, and the one unused for longest goes first.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..specs.check import whole
@@ -76,15 +76,23 @@ class BlockPool:
         They are pinned at once: until they are released, `take` gives none of them away. The last token is never among
         those found, since somebody has to compute what follows it; nor is a block that is not filled.
         """
-        size, parent, found = self.block_size, ROOT, list[int]()
+        found = list(self._beginning(tokens))
+        blocks = [content.block for content in found]
+        self.hold(blocks)
+        return blocks, found[-1].number if found else ROOT
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """How many of the first of `tokens` `share` would find."""
+        return self.block_size * sum(1 for _ in self._beginning(tokens))
+
+    def _beginning(self, tokens: Sequence[int]) -> Iterator[Content]:
+        size, parent = self.block_size, ROOT
         for start in range(0, len(tokens) - size, size):
             content = self._find(parent, tuple(tokens[start : start + size]))
             if content is None:
-                break
-            found.append(content.block)
+                return
             parent = content.number
-        self.hold(found)
-        return found, parent
+            yield content
 
     def keep(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
         """Say what a filled block holds, behind the content `parent`; the number of that content.

@@ -9,11 +9,14 @@ from .request import Request
 
 
 class RoundRobin:
-    """One after the other."""
+    """The one whose last turn was longest ago, whoever else there is to choose from."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._turns = 0
+        self._last = dict[Instance, int]()
 
     def pick(self, instances: Sequence[Instance], request: Request) -> Instance:
-        self._next += 1
-        return instances[(self._next - 1) % len(instances)]
+        self._turns += 1
+        chosen = min(instances, key=lambda each: self._last.get(each, 0))
+        self._last[chosen] = self._turns
+        return chosen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..specs.check import whole
@@ -106,22 +106,42 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> Answer:
-        """Let a request wait for its turn. One that could never run to its end is refused: its answer says why."""
-        answer = Answer(request)
+    @property
+    def short(self) -> bool:
+        """Whether a request that was begun waits for blocks: it comes before new ones."""
+        return bool(self.waiting) and bool(self.waiting[0].answer.tokens)
+
+    def refusal(self, request: Request) -> str:
+        """Why a request could never run to its end here; "" where it could."""
         tokens = len(request.prompt) + request.new_tokens - 1  # the last one made is not read again
-        if self.pool.needed(tokens) > self.pool.blocks:
-            fit = self.pool.blocks * self.pool.block_size + 1
-            answer.refused = (f"{len(request.prompt)} tokens and {request.new_tokens} new ones need "
-                              f"{self.pool.needed(tokens)} blocks, and there are {self.pool.blocks}: {fit} tokens in "
-                              "all would fit")
-            return answer
-        self.waiting.append(Running(self._order(), answer))
+        if self.pool.needed(tokens) <= self.pool.blocks:
+            return ""
+        return (f"{len(request.prompt)} tokens and {request.new_tokens} new ones need {self.pool.needed(tokens)} "
+                f"blocks, and there are {self.pool.blocks}: {self.pool.blocks * self.pool.block_size + 1} tokens in "
+                "all would fit")
+
+    def add(self, request: Request, answer: Answer | None = None) -> Answer:
+        """Let a request wait for its turn, or the rest of one whose `answer` was begun elsewhere. One that could never
+        run to its end is refused: its answer says why."""
+        answer = answer or Answer(request)
+        answer.refused = self.refusal(request)
+        if not answer.refused:
+            self.waiting.append(Running(self._order(), answer))
         return answer
 
+    def reserve(self, tokens: Sequence[int]) -> tuple[list[int], int, int] | None:
+        """Blocks for all of these tokens, of which the pool knows the first few: (blocks, number of the last known
+        content, how many blocks are known). None where a new request has no room yet."""
+        shared, parent = self.pool.share(tokens)
+        needed = self.pool.needed(len(tokens)) - len(shared)
+        if needed + (self.spare if self.running else 0) > self.pool.free:
+            self.pool.release(shared)
+            return None
+        return shared + self.pool.take(needed), parent, len(shared)
+
     def adopt(self, answer: Answer, blocks: list[int], parent: int, kept: int) -> None:
-        """Go on with a request whose prompt was computed elsewhere: `blocks`, this pool's and taken for it, hold all
-        its tokens but the last; the first `kept` are known as content `parent`."""
+        """Go on with a request whose prompt was computed elsewhere: `blocks`, reserved for it here, hold all its tokens
+        but the last; the first `kept` are known as content `parent`. It runs at once, even beyond `most`."""
         running = Running(self._order(), answer)
         running.blocks, running.parent, running.kept = list(blocks), parent, kept
         running.computed, running.decoding = len(running.tokens) - 1, True
@@ -206,13 +226,10 @@ class Scheduler:
 
     def _begin(self, each: Running) -> bool:
         """Give the request blocks for all its tokens, shared ones first; whether there were enough."""
-        shared, parent = self.pool.share(each.tokens)
-        needed = self.pool.needed(len(each.tokens)) - len(shared)
-        if needed + (self.spare if self.running else 0) > self.pool.free:
-            self.pool.release(shared)
+        if (room := self.reserve(each.tokens)) is None:
             return False
-        each.blocks = shared + self.pool.take(needed)
-        each.kept, each.parent, each.computed = len(shared), parent, len(shared) * self.pool.block_size
+        each.blocks, each.parent, each.kept = room
+        each.computed = each.kept * self.pool.block_size
         each.answer.cached += each.computed if not each.answer.preempted else 0
         return True
 

@@ -7,6 +7,7 @@ when.
     acked       the target has all of it, compared: it may decode
     freed       the source's blocks, and the request is the target's
     draining    it was given up: blocks on both sides stay taken until nobody writes or reads them any more
+    dropped     now they don't
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from .events import Instance
 
 STATES = ("reserved", "streaming", "sealed", "acked", "freed")
-GIVEN_UP = ("draining", "dropped")
+GIVEN_UP = (("reserved", "draining"), ("streaming", "draining"), ("sealed", "draining"), ("draining", "dropped"),
+            ("acked", "dropped"))
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +30,8 @@ class Transfer:
 
     `taken` is the source's block table, `given` the target's, each with a hold of the transfer's own; `parent` is the
     number of the target's last known content. `begun` is when the request's first token was made, `adopted` when the
-    target could go on, in seconds: the time between is what the reader of the answer waits for the transfer.
+    target could go on, in seconds: the time between is what the reader of the answer waits for the transfer. Both are
+    known once it has been freed.
     """
 
     serial: int
@@ -51,7 +54,6 @@ class Transfer:
     def to(self, state: str) -> None:
         """Go on to the next state, or give it up. RuntimeError where that is not what comes next."""
         follows = STATES[STATES.index(self.state) + 1] if self.state in STATES[:-1] else None
-        given_up = (state == "draining" and self.state in STATES[:3]) or (self.state, state) == GIVEN_UP
-        if state != follows and not given_up:
+        if state != follows and (self.state, state) not in GIVEN_UP:
             raise RuntimeError(f"the transfer of request {self.number} is {self.state}: it can't be {state} next")
         self.state = state
