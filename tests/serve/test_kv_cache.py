@@ -190,7 +190,8 @@ def test_what_two_have_computed_is_known_once():
     """The second's block is its own, without a name; what follows it is found behind the first's."""
     pool = BlockPool(6, 2)
     one, other = pool.take(1), pool.take(2)
-    assert pool.keep(one[0], ROOT, (1, 2)) == (number := pool.keep(other[0], ROOT, (1, 2)))
+    number = pool.keep(one[0], ROOT, (1, 2))
+    assert pool.keep(other[0], ROOT, (1, 2)) == number
     pool.keep(other[1], number, (3, 4))
     assert pool.share([1, 2, 3, 4, 5])[0] == [one[0], other[1]]
 
