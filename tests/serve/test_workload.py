@@ -27,6 +27,10 @@ def test_gaps_have_the_mean_and_the_variation_asked_for(cv):
     assert drawn.std() / drawn.mean() == pytest.approx(cv, rel=0.05, abs=1e-9)
 
 
+def test_a_rate_is_gaps_over_time_whenever_it_began():
+    assert mean_rate([11.0, 12.0, 14.0]) == mean_rate([4.0, 1.0, 2.0]) == 2 / 3
+
+
 def test_poisson_counts_vary_as_much_as_their_mean():
     counts = np.histogram(poisson(5.0, MANY), bins=np.arange(0, 7000, 1.0))[0]
     assert counts.mean() == pytest.approx(5.0, rel=0.02) and counts.var() == pytest.approx(5.0, rel=0.06)
@@ -64,7 +68,7 @@ def test_gaps_and_lengths_of_one_seed_have_nothing_to_do_with_one_another():
     (lambda: poisson(1.0, 0), "count must be a whole number"),
     (lambda: gamma(1.0, -1, 5), "cv must be a number above 0"),
     (lambda: poisson(1.0, 5, seed=-1), "seed must be a whole number of at least 0"),
-    (lambda: drifting([1, -1], 5), "rates must be 0 or above"),
+    (lambda: drifting([2, -1], 5), "rates must be 0 or above"),
     (lambda: drifting([0.0, 0.0], 5), "one of them above 0"),
     (lambda: drifting([], 5), "one of them above 0"),
     (lambda: mean_rate([1.0, 1.0]), "2 arrivals, all at one time"),
