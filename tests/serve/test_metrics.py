@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from served import build
 
-from shardlab.serve.arrivals import gamma
+from shardlab.serve import Engine, VirtualClock, mixed
+from shardlab.serve.arrivals import gamma, poisson
 from shardlab.serve.first_come import first_come
 from shardlab.serve.metrics import Metrics, end_to_end, finished, tpot, ttft
 from shardlab.serve.request import Answer, Request
+from shardlab.serve.workload import Lengths, synthetic
 
 
 def answer(number, arrival, times, prompt=10, new=None, **more):
@@ -155,3 +158,17 @@ def test_little_s_law_holds_another_s_count_against_it():
 def test_what_can_not_be_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_of_an_engine_s_answers():
+    """Steps of 10 ms, each with a token for every request that decodes, so a token takes 10 ms after the first."""
+    engine = Engine(build(), blocks=300, block_size=4, policy=mixed(8, 16), clock=VirtualClock(lambda work: 0.01))
+    requests = synthetic(poisson(20.0, 24), Lengths(30, 0.5, most=60), Lengths(4, 0.8, most=9), vocab=101, prefixes=2,
+                         shared=12)
+    metrics = Metrics(engine.run(requests), tpot_limit=0.011, cards=1)
+    assert len(metrics.done) == len(metrics.good) == 24 and metrics.good_share == 1
+    assert metrics.waits["TPOT"] == pytest.approx([0.01] * len(metrics.waits["TPOT"]))
+    assert min(metrics.waits["TTFT"]) > 0 and len(metrics.waits["ITL"]) == sum(r.new_tokens - 1 for r in requests)
+    assert sum(answer.cached for answer in metrics.done) >= 12 * 12, "prefixes are shared, so a cache finds them"
+    counted, expected = metrics.in_system
+    assert counted == pytest.approx(expected)
