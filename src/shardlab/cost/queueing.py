@@ -7,6 +7,7 @@ found, not a multiplication.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from ..specs.check import number, whole
@@ -50,27 +51,29 @@ class Steady(NamedTuple):
 
 def fixed_point(tokens: float, tpot: Callable[[int], float], most: int) -> Steady:
     """The smallest B with B = tokens · TPOT(B), where `tokens` a second are asked for and `tpot(n)` is seconds a token
-    with n requests at once, 1 to `most`; between whole numbers it is taken to be straight. Searched by halving: B /
-    TPOT(B) must grow with B, as it does where a step costs something by itself and each request something more. Where
-    there is none, `limit` is "speed": see `steady`."""
-    def enough(n: int) -> bool:
-        return tokens * tpot(n) <= n
+    with n requests at once, 1 to `most`; between whole numbers it is taken to be straight.
 
-    whole("most", most)
-    at_most = most / tpot(most)
-    if not enough(most):
-        return Steady(None, None, at_most, most, "speed")
-    few, many = 1, most
-    while few < many:
-        half = (few + many) // 2
-        few, many = (few, half) if enough(half) else (half + 1, many)
-    here = tpot(many)
-    if many == 1:
+    Found from below: with n at once, so many tokens' time lets that many more come in, until no more do; the straight
+    line through the last two counts is followed on the way. A token must not take less time where more are at once.
+    Where there is no such point, `limit` is "speed": see `steady`.
+    """
+    below, n, at_most = 0, 1, whole("most", most) / tpot(most)
+    while (inside := tokens * tpot(n)) > n:
+        if inside > most or n == most:
+            return Steady(None, None, at_most, most, "speed")
+        slope = inside - tokens * tpot(n - 1) if n > 1 else 0.0
+        ahead = (inside - n) / (1 - slope) if slope < 1 else 1.0
+        below, n = n, min(most, max(ceil(inside), n + max(1, int(min(ahead, most)))))
+    while n - below > 1:  # the line may have led too far where time a token bends down
+        half = (below + n) // 2
+        below, n = (below, half) if tokens * tpot(half) <= half else (half, n)
+    here = tpot(n)
+    if n == 1:
         return Steady(tokens * here, here, at_most, most)
-    before = tpot(many - 1)
+    before = tpot(n - 1)
     slope = here - before
-    batch = tokens * (before - (many - 1) * slope) / (1 - tokens * slope)
-    return Steady(batch, before + (batch - many + 1) * slope, at_most, most)
+    batch = tokens * (before - (n - 1) * slope) / (1 - tokens * slope)
+    return Steady(batch, before + (batch - n + 1) * slope, at_most, most)
 
 
 def steady(rate: float, answer: int, step: StepSeconds, *, context: int, most: int, prefill: float = 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -79,17 +80,16 @@ def attention_of(spec: ModelSpec, layout: Layout, kv_dtype: str) -> Attention:
                      2 * heads * latent.kv_rank * (latent.nope_dim + latent.value_dim))
 
 
-def seen(work: Work, spec: ModelSpec) -> Iterator[tuple[int, int, float, float]]:
-    """Of each request: new tokens, context, pairs of a query and a key that it sees, tokens whose cache is read. The
-    last two are means over layers, of which windowed ones see and keep less."""
-    if not spec.window:
-        for new, context in work:
-            yield new, context, new * context - new * (new - 1) / 2, context
-        return
+def seen(work: Work, spec: ModelSpec) -> Iterator[tuple[int, int, int, float, float]]:
+    """Of each kind of request in a step: how many there are, new tokens, context, pairs of a query and a key that one
+    sees, tokens whose cache is read. The last two are means over layers, of which windowed ones see and keep less."""
     share, window = spec.windowed_layers / spec.layers, spec.window
-    for new, context in work:
-        before = context - new
-        short = min(new, max(0, window - before))  # those whose window reaches back to the first token
-        near = short * before + short * (short + 1) / 2 + (new - short) * window
-        pairs = (1 - share) * (new * context - new * (new - 1) / 2) + share * near
-        yield new, context, pairs, (1 - share) * context + share * min(context, window)
+    for (new, context), times in Counter(work).items():  # a step of equal decodes is one line
+        pairs, read = new * context - new * (new - 1) / 2, float(context)
+        if window:
+            before = context - new
+            short = min(new, max(0, window - before))  # those whose window reaches back to the first token
+            near = short * before + short * (short + 1) / 2 + (new - short) * window
+            pairs = (1 - share) * pairs + share * near
+            read = (1 - share) * context + share * min(context, window)
+        yield times, new, context, pairs, read

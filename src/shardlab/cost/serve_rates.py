@@ -17,7 +17,7 @@ from ..specs.check import number, whole
 from .queueing import Steady, StepSeconds, fixed_point, md1_wait
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a step that decodes and pieces of prompts share
-TRIES = 20  # halvings of a rate: to one part in a million
+TRIES = 16  # halvings of a rate: to one part in 65,536
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,27 +58,30 @@ class ServeStep:
         """Seconds of each part: `PARTS`. Of no work, none."""
         if not work:
             return dict.fromkeys(PARTS, 0.0)
-        each = [self._stage(part, work) for part in self.stages]
+        kinds = list(seen(work, self.spec))
+        each = [self._stage(part, kinds, len(work)) for part in self.stages]
         return {name: sum(some[name] for some in each) for name in PARTS}
 
     def pace(self, work: Work) -> float:
         """Seconds between two batches at the end of a pipeline: those of its slowest stage."""
-        return max(sum(self._stage(part, work).values()) for part in self.stages)
+        kinds = list(seen(work, self.spec))
+        return max(sum(self._stage(part, kinds, len(work)).values()) for part in self.stages)
 
     def bill(self, work: Work) -> StepBill:
         """The parts of a step with how they come about."""
         return StepBill(self, tuple(work))
 
-    def _stage(self, part: Part, work: Work) -> dict[str, float]:
-        tokens, rate, memory_rate = sum(new for new, _ in work), self.rate, self.memory
+    def _stage(self, part: Part, kinds: list[tuple[int, int, int, float, float]], requests: int) -> dict[str, float]:
+        tokens, rate, memory_rate = sum(times * new for times, new, *_ in kinds), self.rate, self.memory
         met = 1.0
         if self.spec.experts:
             asking = tokens * self.layout.ep * self.layout.expert_tp / self.layout.tp
             met = 1 - (1 - self.spec.experts.active / self.spec.experts.routed) ** asking
-        flop = tokens * part.flop + len(work) * part.head
-        core = sum(max(self.attention.flop(new, context, pairs) / rate, read * self.attention.nbytes / memory_rate)
-                   for new, context, pairs, read in seen(work, self.spec))
-        tp, ep, hop = self.sent(part, tokens, len(work))
+        flop = tokens * part.flop + requests * part.head
+        core = sum(times * max(self.attention.flop(new, context, pairs) / rate,
+                               read * self.attention.nbytes / memory_rate)
+                   for times, new, context, pairs, read in kinds)
+        tp, ep, hop = self.sent(part, tokens, requests)
         return {"matrices": max(flop / rate, (part.nbytes + met * part.experts) / memory_rate),
                 "attention": part.layers * core,
                 "tensor axis": tp.seconds(self.cluster, self.speeds) if self.sync is None else (
@@ -181,7 +184,7 @@ class StepBill(Bill):
     def _texts(self) -> dict[str, str]:
         one = self.step
         flop = sum(self.tokens * part.flop + len(self.work) * part.head for part in one.stages)
-        pairs = sum(pairs for _, _, pairs, _ in seen(self.work, one.spec))
+        pairs = sum(times * pairs for times, _, _, pairs, _ in seen(self.work, one.spec))
         sent_by = [one.sent(part, self.tokens, len(self.work)) for part in one.stages]
         tp, ep, hop = (sum(each[i].inside + each[i].between for each in sent_by) for i in range(3))
         nbytes = sum(part.nbytes + part.experts for part in one.stages)
