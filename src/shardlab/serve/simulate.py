@@ -22,16 +22,16 @@ StepTime = Callable[[Instance, list[tuple[int, int]]], float]  # of an instance 
 
 @dataclass(frozen=True)
 class Wire:
-    """What caches travel over: `link`, α seconds and β bytes a second from one instance to another, and how much a
-    token is, `token_bytes` of all ranks and layers together, in `layers` messages."""
+    """What caches travel over: `link`, α seconds a message and β bytes a second from one instance to another, and how
+    much a token is, `token_bytes` of all ranks and `layers` together."""
 
     link: LinkSpec
     token_bytes: float
     layers: int
 
-    def seconds(self, tokens: int) -> float:
-        """How long the bytes of so many tokens occupy the link."""
-        return tokens * self.token_bytes / self.link.per_direction
+    def seconds(self, tokens: int, messages: int = 1) -> float:
+        """How long one of so many messages, alike, with the caches of so many tokens occupies the link."""
+        return (self.link.alpha or 0.0) + tokens * self.token_bytes / self.link.per_direction / messages
 
 
 class Simulated:
@@ -63,28 +63,27 @@ class Simulated:
         self._at(self._now, Moved(transfer, "drained"))
 
     def next(self) -> Event | None:
-        while self._events:
-            self._now, _, event = heapq.heappop(self._events)
-            if isinstance(event, Moved) and event.how == "acked" and event.transfer.state in ("draining", "dropped"):
-                continue
-            return event
-        return None
+        if not self._events:
+            return None
+        self._now, _, event = heapq.heappop(self._events)
+        return event
 
     def _stream(self, stream: Stream, takes: float) -> None:
-        """The layers of some tokens, computed one after the other within `takes` seconds from now."""
+        """Some tokens, whose layers are computed one after the other within `takes` seconds from now; in one message,
+        if they are already."""
         if self.wire is None:
             raise ValueError("caches are to be moved, over what? Give the simulation a wire")
-        transfer, layers = stream.transfer, self.wire.layers
+        transfer, messages = stream.transfer, self.wire.layers if takes else 1
         ports = (transfer.source.name, "out"), (transfer.target.name, "in")
-        all_of_it = self.wire.seconds(stream.stop - stream.start)
+        one = self.wire.seconds(stream.stop - stream.start, messages)
         free = max(self._now, *(self._free[port] for port in ports))
         # Layers are ready at equal distances, and take equally long: whether the link is behind or ahead at the first
         # one, it is until the last.
-        end = max(free + all_of_it, self._now + takes / layers + all_of_it, self._now + takes + all_of_it / layers)
+        end = max(free + messages * one, self._now + takes / messages + messages * one, self._now + takes + one)
         for port in ports:
             self._free[port] = end
         if stream.last:
-            self._at(end + (self.wire.link.alpha or 0.0), Moved(transfer, "acked"))
+            self._at(end, Moved(transfer, "acked"))
 
     def _at(self, when: float, event: Event) -> None:
         self._count += 1
