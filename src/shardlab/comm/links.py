@@ -28,11 +28,13 @@ class Nics:
             self._file.truncate(8 * MOST * len(CLOCKS))
         self._free = memoryview(mmap.mmap(self._file.fileno(), 8 * MOST * len(CLOCKS))).cast("d")
 
-    def book(self, ports: tuple[int, int], seconds: float) -> float:
-        """Keep both ports busy for that long as soon as both are free; when that is over."""
+    def book(self, ports: tuple[int, int], seconds: float, since: float | None = None) -> float:
+        """Keep both ports busy for that long as soon as both are free, `since` then or from now on; when that is
+        over."""
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
-            left = max(time.monotonic(), *(self._free[port] for port in ports)) + seconds
+            start = time.monotonic() if since is None else since
+            left = max(start, *(self._free[port] for port in ports)) + seconds
             for port in ports:
                 self._free[port] = left
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +55,24 @@ def work(kind: str, stage: int, microbatch: int) -> Iterator[None]:
         ledger.works.append(done)
     yield
     done.end = time.monotonic()
+
+
+@contextmanager
+def single(op: str, to: str, tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[None]:
+    """Enter a message that leaves the ranks of this launch, `to` whom the ledger calls its axis. One without tensors
+    is not entered."""
+    if not (_open and tensors):
+        yield
+        return
+    entry = Entry(op=op, axis=to, ranks=(), rank=dist.get_rank(), shape=tuple(tensors[0].shape),
+                  dtype=name_of(tensors[0].dtype), payload=nbytes, wire=nbytes, derived=False,
+                  phase=_phases[-1] if _phases else "forward", site=_site(), start=time.monotonic())
+    for ledger in _open:
+        ledger.entries.append(entry)
+    try:
+        yield
+    finally:
+        entry.end = time.monotonic()
 
 
 def ring_wire(op: str, payload: int, p: int) -> float:

@@ -87,6 +87,15 @@ class Ranks:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def start(self) -> Path:
+        """Start the ranks now, not with the first run. Comes back with a folder of theirs, for sockets say, which is
+        removed when they end, however they or this process do. Raises RuntimeError under torchrun, which has its own.
+        """
+        if joined.launched():
+            raise RuntimeError("torchrun has started the ranks: only those that are started here have a folder")
+        with self._one_at_a_time:
+            return self._started().setup.folder
+
     def run(self, fn: Callable, *args, **kwargs) -> list:
         """Run fn(group, *args, **kwargs) on every rank; the results in rank order. Raises as `launch` does.
 
@@ -94,8 +103,6 @@ class Ranks:
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function to run on every rank, not {fn!r}: launch(fn, 4), r.run(fn)")
-        if self._closed:
-            raise ValueError("these ranks are closed; make new ones with ranks(…)")
         if joined.launched():
             return self._run_in_torchrun(fn, args, kwargs)
         payload = pack(fn, args, kwargs)
@@ -103,13 +110,18 @@ class Ranks:
             bodies = self._bodies(payload)
         return [unpack(body, fn) for body in bodies]
 
+    def _started(self) -> Crew:
+        if self._closed:
+            raise ValueError("these ranks are closed; make new ones with ranks(…)")
+        if self._crew is None:
+            self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads,
+                              self.card, self.topology)
+            self._warn(self._crew.no_card)
+        return self._crew
+
     def _bodies(self, payload: bytes) -> list[bytes]:
         try:
-            if self._crew is None:
-                self._crew = Crew(_server, self.size, _chosen(self.backend, self.size), self.timeout, self.threads,
-                                  self.card, self.topology)
-                self._warn(self._crew.no_card)
-            return self._crew.run(payload, self.timeout)
+            return self._started().run(payload, self.timeout)
         except BaseException:  # Ctrl-C included
             self._end()
             raise

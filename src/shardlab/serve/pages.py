@@ -56,8 +56,8 @@ class KVLayout:
         if isinstance(attention, LatentAttention):
             latent = attention.latent
             return cls(layers, range(1), 1, latent.kv_rank, latent.rope_dim, block_size, dtype)
-        first, count = rank * spec.kv_heads // p, max(1, spec.kv_heads // p)
-        return cls(layers, range(first, first + count), spec.kv_heads, spec.head_dim, spec.head_dim, block_size, dtype)
+        return cls(layers, heads_of(rank, p, spec.kv_heads), spec.kv_heads, spec.head_dim, spec.head_dim, block_size,
+                   dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -77,6 +77,13 @@ class KVLayout:
 
     def like(self, **other: object) -> KVLayout:
         return replace(self, **other)  # type: ignore[arg-type]
+
+
+def heads_of(rank: int, p: int, total: int) -> range:
+    """Which of `total` KV heads are rank `rank`'s of a tensor axis of `p`; with more ranks than heads, neighbours have
+    the same one."""
+    first = rank * total // p
+    return range(first, first + max(1, total // p))
 
 
 def _layers(model: Transformer) -> range:
@@ -107,6 +114,16 @@ class Store:
             self.scale[blocks, :, offsets] = scale
         self.data[blocks, :, offsets] = x.to(self.data.dtype)
 
+    def read(self, blocks: torch.Tensor, offsets: torch.Tensor, heads: slice) -> list[torch.Tensor]:
+        """What is held of these tokens, as it is held: (tokens, heads, width), and the scales where there are any."""
+        return [held[blocks, heads, offsets] for held in (self.data, self.scale) if held is not None]
+
+    def write(self, blocks: torch.Tensor, offsets: torch.Tensor, heads: slice, parts: list[torch.Tensor]) -> None:
+        """Put what `read` gave, elsewhere or here."""
+        for held, part in zip((self.data, self.scale), parts, strict=False):
+            assert held is not None
+            held[blocks, heads, offsets] = part.to(held.device)
+
     def get(self, tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What is in the blocks of `tables` (requests, blocks): (requests, heads, blocks · block_size, width)."""
         x = self.data[tables]
@@ -121,15 +138,20 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PagedCache:
-    """The caches of a rank's layers, in `blocks` blocks, as a model takes them; `begin` says what batch comes."""
+    """The caches of a rank's layers, in `blocks` blocks, as a model takes them; `begin` says what batch comes.
+
+    `written(layer, batch)`, if set, is called as soon as a layer has the keys and values of a batch, before it attends
+    to them. `layer` is the model's own number of it.
+    """
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device | None = None):
         self.layout, self.blocks, self.device = layout, whole("blocks", blocks), device
-        self.layers = [PagedLayer(self) for _ in layout.layers]
+        self.layers = [PagedLayer(self, layer) for layer in layout.layers]
+        self.written: Callable[[int, Batch], None] | None = None
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Expect these items' tokens: (1, tokens), in order, and their positions (1, tokens)."""
-        self.plan = Plan(batch, self.layout.block_size, self.device)
+        self.batch, self.plan = batch, Plan(batch, self.layout.block_size, self.device)
         tokens = [token for item in batch.items for token in item.tokens]
         return torch.tensor([tokens], dtype=torch.long, device=self.device), self.plan.positions
 
@@ -174,9 +196,9 @@ class Plan:
 class PagedLayer:
     """One layer's keys and values, in the place of a `LayerCache`."""
 
-    def __init__(self, cache: PagedCache):
+    def __init__(self, cache: PagedCache, number: int):
         layout = cache.layout
-        self.cache = cache
+        self.cache, self.number = cache, number
         self.keys, self.values = (Store(layout, width, cache.blocks, cache.device)
                                   for width in (layout.key, layout.value))
 
@@ -187,6 +209,8 @@ class PagedLayer:
         plan = self.cache.plan
         self.keys.put(plan.blocks, plan.offsets, k[0])
         self.values.put(plan.blocks, plan.offsets, v[0])
+        if self.cache.written is not None:
+            self.cache.written(self.number, self.cache.batch)
         if not plan.chunks and not len(plan.ones):
             return attend(q, k, v)  # of nothing, in the right shape
         parts = [(rows, attend(q[:, :, rows], *self._read(table, context, q.dtype)))

@@ -1,0 +1,392 @@
+"""Replicas in processes of their own, each with ranks of its own, and the worlds that a `Cluster` sees of them.
+
+    with Workers(build, pools(prefill=2, decode=2, blocks=256)) as world:
+        answers = Cluster(world, world.instances(), RoundRobin()).run(requests)
+
+The end of a replica is not the end of the others: what it was at is begun anew by those who are left. This process
+knows no tensors. Caches go from rank to rank (`transport`), and it is told when they are there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+from ..comm import Ledger
+from ..comm.channel import Channel, Closed, connect
+from ..launch import RankExited, Ranks, ranks
+from ..model.transformer import Transformer
+from ..specs import Layout, LinkSpec
+from .events import Arrived, Event, Instance, Lost, Moved, Stepped, Stream
+from .kv_cache import BlockPool
+from .request import Answer
+from .runner import Choose, likeliest
+from .scheduler import Batch, Policy, Scheduler
+from .simulate import Simulated, StepTime, Wire
+from .transfer import Transfer
+from .transport import Order, Spoil
+from .worker import COMMANDS, Post, run_command, work
+
+Role = Literal["both", "prefill", "decode"]
+START_LIMIT = 120.0  # seconds until all replicas have built their models and found each other
+STOP_LIMIT = 10.0  # seconds for a rank to return once it is told to stop
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica to be started: what it is for, how its model is cut, and its cache: `blocks` of `block_size` tokens, of
+    `dtype` ("fp32", "bf16" or "int8"; the model's own if None). `policy`, `most` and `watermark` are its scheduler's.
+    """
+
+    name: str
+    blocks: int
+    role: Role = "both"
+    layout: Layout = field(default_factory=Layout)
+    block_size: int = 16
+    dtype: str | None = None
+    policy: Policy | None = None
+    most: int = 256
+    watermark: float = 0.0
+
+    def instance(self) -> Instance:
+        """What the control plane knows of it, with an empty pool."""
+        scheduler = Scheduler(BlockPool(self.blocks, self.block_size), self.policy, most=self.most,
+                              watermark=self.watermark)
+        return Instance(self.name, scheduler, self.role, self.layout.world_size)
+
+
+def pools(prefill: int, decode: int, *, prefill_tp: int = 1, decode_tp: int = 1, **alike: Any) -> list[Replica]:
+    """So many replicas for prompts and so many for the rest, "prefill0" and so on, each cut over so many ranks; in all
+    else alike: `blocks`, and what else a `Replica` takes."""
+    kinds: list[tuple[Role, int, int]] = [("prefill", prefill, prefill_tp), ("decode", decode, decode_tp)]
+    return [Replica(f"{role}{i}", role=role, layout=Layout(tp=tp), **alike)
+            for role, count, tp in kinds for i in range(count)]
+
+
+@dataclass(eq=False)
+class Moving:
+    """A transfer as the workers know it. `acked` are the target's ranks that have all of theirs; it fails at
+    `deadline`. Once cancelled, `waits` are the ranks, by replica and number, that may still read or write its blocks.
+    """
+
+    transfer: Transfer
+    serial: int
+    acked: set[int] = field(default_factory=set)
+    deadline: float | None = None
+    waits: set[tuple[str, int]] | None = None
+
+
+class Workers:
+    """Replicas that compute, in real time: a `World`. Ends them when it is closed, or its `with` is left.
+
+    `build()` makes the plain model, in each rank: with the same weights everywhere. Caches travel over `link`, slowed
+    to its α and β, each replica with one port, or as fast as the machine can; `wire="int8"` sends caches of other
+    numbers as bytes with scales. A transfer that takes longer than `patience` seconds has failed; one that can't be
+    ended in as long is ended with the replica that hangs. `timeout` is how long replicas live at most, in seconds,
+    `threads` how many PyTorch has in each rank. `spoil` sees each message before it is sent, and may damage it.
+
+    Raises ValueError where replicas can't take each other's caches, RankError with the rank's traceback where one
+    fails at its start, and RuntimeError where they did not start in time.
+    """
+
+    def __init__(self, build: Callable[[], Transformer], replicas: Sequence[Replica], *, link: LinkSpec | None = None,
+                 wire: Literal["int8"] | None = None, patience: float = 60.0, timeout: float = 3600.0,
+                 threads: int = 1, choose: Choose = likeliest, spoil: Spoil | None = None):
+        if len({replica.name for replica in replicas}) < len(replicas):
+            raise ValueError("two replicas have the same name, by which they are known")
+        self.replicas, self.patience = {replica.name: replica for replica in replicas}, patience
+        self.pids: dict[str, list[int]] = {}
+        self.ledgers: dict[str, list[Ledger]] = {}  # of each replica's ranks, once it was closed
+        self.failed: dict[int, str] = {}  # transfers that failed, by request, and why
+        self._channels: dict[str, list[Channel]] = {}
+        self._inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()  # replica, rank, what it says; rank −1: its end
+        self._ended = dict[str, Exception | None]()
+        self._running = dict[str, tuple[Instance, Batch]]()
+        self._moving = dict[int, Moving]()
+        self._events = deque[Event]()
+        self._serial = 0
+        self._crews = {name: ranks(replica.layout.world_size, backend="gloo", timeout=timeout, threads=threads)
+                       for name, replica in self.replicas.items()}
+        self.instances()
+        try:
+            self._start(build, link, wire, choose, spoil)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def instances(self) -> list[Instance]:
+        """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them."""
+        self._due: list[tuple[float, int, Answer]] = []
+        self._began: float | None = None
+        self._instances = {name: replica.instance() for name, replica in self.replicas.items()
+                           if name not in self._ended}
+        return list(self._instances.values())
+
+    def close(self) -> None:
+        """End all replicas; returns when they are gone."""
+        for name in self._channels:
+            self._tell(name, {"do": "stop"})
+        deadline = time.monotonic() + STOP_LIMIT
+        while len(self._ended) < len(self._channels) and (left := deadline - time.monotonic()) > 0:
+            with suppress(Empty):
+                name, rank, said = self._inbox.get(timeout=left)
+                if rank < 0:
+                    self._end(name, said)
+        for name in self.pids.keys() - self._ended.keys():
+            self.kill(name)
+        for crew in self._crews.values():
+            crew.close()
+        for channel in (each for channels in self._channels.values() for each in channels):
+            channel.close()
+
+    def kill(self, name: str) -> None:
+        """End a replica as the system does when memory runs out."""
+        for pid in self.pids[name]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # what a Cluster asks of a world
+
+    def now(self) -> float:
+        if self._began is None:
+            self._began = time.monotonic()
+        return time.monotonic() - self._began
+
+    def arrive(self, answer: Answer) -> None:
+        self._due.append((answer.request.arrival, len(self._due), answer))
+        self._due.sort(reverse=True)
+
+    def run(self, instance: Instance, batch: Batch, streams: Sequence[Stream] = ()) -> None:
+        self._running[instance.name] = instance, batch
+        self._tell(instance.name, run_command(batch, [self._order(stream) for stream in streams]))
+
+    def send(self, stream: Stream) -> None:
+        self._tell(stream.transfer.source.name, {"do": "send", "order": vars(self._order(stream))})
+
+    def cancel(self, transfer: Transfer) -> None:
+        moving, ends = self._known(transfer), (transfer.source.name, transfer.target.name)
+        moving.waits = {(name, rank) for name in ends if name not in self._ended
+                        for rank in range(len(self._channels[name]))}
+        moving.deadline = time.monotonic() + self.patience
+        for name in ends:
+            self._tell(name, {"do": "cancel", "serial": moving.serial, "source": ends[0], "target": ends[1]})
+        self._drained(moving)
+
+    def next(self) -> Event | None:
+        while True:
+            if self._events:
+                return self._events.popleft()
+            now = self.now()
+            if self._due and self._due[-1][0] <= now:
+                return Arrived(self._due.pop()[-1])
+            self._look_at_deadlines()
+            if self._events:
+                continue
+            if not (self._due or self._running or self._moving):
+                return None
+            until = [self._due[-1][0] - now] if self._due else []
+            until += [each.deadline - time.monotonic() for each in self._moving.values() if each.deadline is not None]
+            with suppress(Empty):
+                self._hear(*self._inbox.get(timeout=max(0.0, min(until)) if until else None))
+
+    # what the workers say
+
+    def _hear(self, name: str, rank: int, said: Any) -> None:
+        if rank < 0:
+            self._end(name, said)
+            return
+        if name in self._ended:
+            return
+        match said["did"]:
+            case "ran":
+                instance, batch = self._running.pop(name)
+                self._events.append(Stepped(instance, batch, dict(said["tokens"])))
+            case "broke":
+                raise RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
+            case what if said["serial"] in self._moving:
+                self._moved(self._moving[said["serial"]], what, name, rank, said.get("why", ""))
+
+    def _moved(self, moving: Moving, what: str, name: str, rank: int, why: str) -> None:
+        if what == "drained":
+            if moving.waits is not None:
+                moving.waits.discard((name, rank))
+                self._drained(moving)
+        elif moving.waits is None and what == "acked":
+            moving.acked.add(rank)
+            if len(moving.acked) == len(self._channels[name]):
+                del self._moving[moving.serial]
+                self._events.append(Moved(moving.transfer, "acked"))
+        elif moving.waits is None and moving.deadline is not None:
+            self._fail(moving, f"rank {rank} of {name}: {why}")
+
+    def _fail(self, moving: Moving, why: str) -> None:
+        moving.deadline = None
+        self.failed[moving.transfer.number] = why
+        self._events.append(Moved(moving.transfer, "failed"))
+
+    def _drained(self, moving: Moving) -> None:
+        if not moving.waits:
+            del self._moving[moving.serial]
+            self._events.append(Moved(moving.transfer, "drained"))
+
+    def _look_at_deadlines(self) -> None:
+        now = time.monotonic()
+        for moving in list(self._moving.values()):
+            if moving.deadline is None or moving.deadline > now:
+                continue
+            if moving.waits is None:
+                self._fail(moving, f"not there after {self.patience:g} s")
+            else:  # somebody hangs: the target, if it has not answered; the source may wait for it
+                target = moving.transfer.target.name
+                hangs = {name for name, _ in moving.waits}
+                self.kill(target if target in hangs else hangs.pop())
+                moving.deadline = now + self.patience
+
+    def _end(self, name: str, error: Exception | None) -> None:
+        """A replica's ranks have ended."""
+        self._ended[name] = error
+        if error is None:
+            return
+        if not isinstance(error, RankExited):
+            raise error
+        self._running.pop(name, None)
+        if name in self._instances:
+            self._events.append(Lost(self._instances[name]))
+        for moving in list(self._moving.values()):
+            if moving.waits is not None:
+                moving.waits = {(each, rank) for each, rank in moving.waits if each != name}
+                self._drained(moving)
+
+    # starting them, and talking to them
+
+    def _start(self, build: Callable[[], Transformer], link: LinkSpec | None, wire: str | None, choose: Choose,
+               spoil: Spoil | None) -> None:
+        with ThreadPoolExecutor(len(self._crews)) as several:
+            folders = dict(zip(self._crews, several.map(Ranks.start, self._crews.values()), strict=True))
+        sockets = {name: [str(folder / f"{rank}") for rank in range(self._crews[name].size)]
+                   for name, folder in folders.items()}
+        clocks = str(next(iter(folders.values())) / "link")
+        targets = [name for name, replica in self.replicas.items() if replica.role == "decode"]
+        for name, replica in self.replicas.items():
+            post = Post(name, build, replica.layout, replica.blocks, replica.block_size, replica.dtype, choose, sockets,
+                        targets if replica.role == "prefill" else [], link, clocks, wire, spoil)
+            threading.Thread(target=self._run, args=(name, post), daemon=True).start()
+        for name, paths in sockets.items():
+            self._channels[name] = [connect(path + COMMANDS, f"rank {rank} of {name}", START_LIMIT)
+                                    for rank, path in enumerate(paths)]
+            self.pids[name] = [channel.recv()[0]["pid"] for channel in self._channels[name]]
+            for rank, channel in enumerate(self._channels[name]):
+                threading.Thread(target=self._listen, args=(name, rank, channel), daemon=True).start()
+        self._all_ready()
+
+    def _all_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT
+        waits = {(name, rank) for name, channels in self._channels.items() for rank in range(len(channels))}
+        while waits:
+            try:
+                name, rank, said = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise RuntimeError(f"not ready after {START_LIMIT:g} s: {sorted(waits)}") from None
+            if rank < 0:
+                raise said or RuntimeError(f"{name} has ended before it was ready")
+            if said["did"] == "refused":
+                raise ValueError(said["why"])
+            waits.discard((name, rank))
+
+    def _run(self, name: str, post: Post) -> None:
+        """The thread of a replica's ranks, from their start to their end."""
+        error: Exception | None = None
+        try:
+            self.ledgers[name] = self._crews[name].run(work, post)
+        except Exception as its:
+            error = its
+        self._inbox.put((name, -1, error))
+
+    def _listen(self, name: str, rank: int, channel: Channel) -> None:
+        with suppress(Closed):
+            while True:
+                self._inbox.put((name, rank, channel.recv()[0]))
+
+    def _tell(self, name: str, command: dict[str, Any]) -> None:
+        for channel in self._channels[name]:
+            with suppress(Closed):  # its end will be heard of
+                channel.send(command)
+
+    def _known(self, transfer: Transfer) -> Moving:
+        for moving in self._moving.values():
+            if moving.transfer is transfer:
+                return moving
+        self._serial += 1
+        self._moving[self._serial] = Moving(transfer, self._serial)
+        return self._moving[self._serial]
+
+    def _order(self, stream: Stream) -> Order:
+        moving = self._known(stream.transfer)
+        moving.deadline = time.monotonic() + self.patience
+        return Order.of(moving.serial, stream)
+
+
+class Rehearsal(Simulated):
+    """Workers that compute, on the clock of a simulation: steps take as long as `step_time` says and transfers as long
+    as the wire, whatever they really take. An event is handed out when it is due, and has really happened. Tokens are
+    the real ones.
+    """
+
+    def __init__(self, workers: Workers, step_time: StepTime, wire: Wire | None = None):
+        super().__init__(step_time, wire)
+        self.workers = workers
+        self._happened = list[Event]()
+
+    def run(self, instance: Instance, batch: Batch, streams: Sequence[Stream] = ()) -> None:
+        super().run(instance, batch, streams)
+        self.workers.run(instance, batch, streams)
+
+    def send(self, stream: Stream) -> None:
+        super().send(stream)
+        self.workers.send(stream)
+
+    def cancel(self, transfer: Transfer) -> None:
+        super().cancel(transfer)
+        self.workers.cancel(transfer)
+
+    def next(self) -> Event | None:
+        event = super().next()
+        if isinstance(event, Stepped) or (isinstance(event, Moved) and not (
+                event.how == "acked" and event.transfer.state in ("draining", "dropped"))):
+            return self._really(event)
+        return event
+
+    def _really(self, event: Event) -> Event:
+        """The real event of the simulated one. RuntimeError where something else has become of it."""
+        while True:
+            for each in self._happened:
+                if same(event, each):
+                    self._happened.remove(each)
+                    return each
+            real = self.workers.next()
+            if real is None or isinstance(real, Lost) or (isinstance(real, Moved) and real.how == "failed"):
+                raise RuntimeError(f"a rehearsal expects {event}, and what happened is {real}")
+            self._happened.append(real)
+
+
+def same(simulated: Event, real: Event) -> bool:
+    if isinstance(simulated, Stepped):
+        return isinstance(real, Stepped) and real.batch is simulated.batch
+    return isinstance(simulated, Moved) and isinstance(real, Moved) and (
+        (simulated.transfer, simulated.how) == (real.transfer, real.how))
+
