@@ -63,7 +63,8 @@ def test_what_holds_no_request_is_no_option():
     plan = capacity(SEVENTY, H100, replace(CHAT, rate=1), cards=8)
     assert [one.layout.tp for one in plan.options] == [2, 4, 8]
     none = capacity(SEVENTY, H100, CHAT, cards=1)
-    assert not none.options and none.answer.startswith("no layout on 1 × h100 holds a request: 141.11 GB of weights")
+    assert not none.options and none.answer == ("no layout on 1 × h100 holds a request of 1,200 tokens: with tp = 1, "
+                                                "141.11 GB of weights alone, and a card has 85.521 GB")
     assert "does not fit" in str(none)
 
 

@@ -84,14 +84,24 @@ def test_what_the_host_keeps_makes_room_and_has_to_be_fetched():
 
 
 def test_what_does_not_fit_is_said_to():
-    for card, binds, said in ((H100, "weights", "the weights bind."), (room_of(1, concurrency(
-            SEVENTY, H100, context=8192)), "cache", "the cache binds.")):
+    small = room_of(1, concurrency(SEVENTY, H100, context=8192))
+    for card, binds, said in ((H100, "weights", "the weights bind."),
+                              (small, "cache", "the cache binds; the longest request that does has 3,276 tokens.")):
         found = concurrency(SEVENTY, card, context=8192)
         assert (found.requests, found.binds) == (0, binds)
         assert f"Does not fit: {said}" in str(found) and "at once\n" not in str(found).split("\n", 1)[1]
     full = concurrency(SEVENTY, H100, context=8192)
     work = concurrency(SEVENTY, replace(H100, physical=None, usable=full.weights + 10**6), context=8192)
     assert (work.binds, work.free < 0) == ("work", True) and "missing" in str(work)
+
+
+@settings(deadline=None, max_examples=25)
+@given(gib=st.floats(0.1, 40), pp=st.sampled_from([1, 2]), kv=st.sampled_from(["bf16", "int8"]))
+def test_the_longest_request_fits_and_one_token_more_does_not(gib, pp, kv):
+    card, layout = room_of(gib, concurrency(EIGHT, H100, Layout(pp=pp), context=4000)), Layout(pp=pp)
+    found = concurrency(EIGHT, card, layout, context=4000, kv_dtype=kv)
+    per_token = kv_per_token(EIGHT, dtype=kv) / pp
+    assert found.longest == min(int(found.free / per_token), EIGHT.max_positions)
 
 
 def test_copies_of_experts_take_room_and_cache_nothing():

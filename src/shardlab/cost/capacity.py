@@ -15,7 +15,7 @@ from typing import Any
 from ..specs import CardSpec, ClusterSpec, Layout, LinkSpec, ModelSpec, find_link
 from ..specs.check import number, whole
 from ..specs.layout_check import divisors
-from ..specs.units import seconds
+from ..specs.units import decimal, seconds
 from .bill import Bill, Row
 from .concurrency import Concurrency, concurrency
 from .handover import handover
@@ -55,8 +55,8 @@ class Option:
 class Capacity(Bill):
     """The layouts of a model that hold it, the one first that takes the load with the fewest cards.
 
-    `one_card` says whether more than one is needed, `split` whether prompts and answers should have cards of their own;
-    None where nothing takes the load.
+    `refused` are the layouts that hold no request. `one_card` says whether more than one card is needed, `split`
+    whether prompts and answers should have cards of their own; None where nothing takes the load.
     """
 
     headings = ("layout", "what it does", "cards for the load", "", "")
@@ -67,6 +67,7 @@ class Capacity(Bill):
     load: Load
     price: float
     options: tuple[Option, ...]
+    refused: tuple[Concurrency, ...]
     one_card: Verdict
     split: Split | None
 
@@ -158,7 +159,11 @@ class Capacity(Bill):
 
     def _hopeless(self) -> str:
         if not self.options:
-            return f"no layout on {self.cards} × {self.card.name} holds a request: {self.one_card.why}"
+            near = max(self.refused, key=lambda room: (room.longest, room.free))
+            most = (f"the longest that fits has {near.longest:,}" if near.longest else
+                    f"{decimal(near.weights)} of weights alone, and a card has {decimal(near.room)}")
+            return (f"no layout on {self.cards} × {self.card.name} holds a request of {self.load.longest:,} tokens: "
+                    f"with {near.layout.degrees}, {most}")
         first, further = (min(self.options, key=lambda one: getattr(one, name)) for name in ("ttft", "tpot"))
         for best, name, limit in ((first, "ttft", self.load.ttft), (further, "tpot", self.load.tpot)):
             if limit is not None and (takes := getattr(best, name)) > limit:
@@ -181,10 +186,11 @@ def capacity(spec: ModelSpec, card: CardSpec, load: Load, *, cards: int = 8, pri
     link = between if isinstance(between, LinkSpec) else find_link(between)
     verdict = why_not(spec, card, load, dtype=dtype, kv_dtype=kv_dtype, arithmetic=arithmetic, speeds=speeds,
                       reserve=reserve)
-    options = []
+    options, refused = [], []
     for layout in layouts if layouts is not None else layouts_of(spec, card, whole("cards", cards)):
         room = concurrency(spec, card, layout, context=load.longest, dtype=dtype, kv_dtype=kv_dtype, reserve=reserve)
         if not room.requests:
+            refused.append(room)
             continue
         n = layout.world_size
         step = serve_step(spec, layout, alone(card) if n == 1 else ClusterSpec.of(card, n, link), dtype=dtype,
@@ -195,7 +201,7 @@ def capacity(spec: ModelSpec, card: CardSpec, load: Load, *, cards: int = 8, pri
                               step([(1, load.context)]), copies))
     options.sort(key=lambda one: (not one.copies, one.cards, -one.per_card))
     split = _split(spec, load, options[0], link, kv_dtype, swing) if options and options[0].copies else None
-    return Capacity(spec, card, cards, load, price, tuple(options), verdict, split)
+    return Capacity(spec, card, cards, load, price, tuple(options), tuple(refused), verdict, split)
 
 
 def layouts_of(spec: ModelSpec, card: CardSpec, cards: int) -> Iterator[Layout]:

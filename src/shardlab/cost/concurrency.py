@@ -62,6 +62,16 @@ class Concurrency(Bill):
         return self.requests * self.context
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request that fits alone, prompt and answer: a longer one has to be refused."""
+        here, few, many = 1 - self.host_kv, 0, self.spec.max_positions
+        while few < many:
+            half = (few + many + 1) // 2
+            each = kv_cache(self.spec, half, unspread(self.layout), self.kv_dtype) * self._layers
+            few, many = (half, many) if each * here <= self.free else (few, half - 1)
+        return few
+
+    @property
     def group(self) -> int:
         """Cards that share one request's cache."""
         return self.layout.tp * self.layout.pp
@@ -71,6 +81,11 @@ class Concurrency(Bill):
         """Bytes that all cards of a group cache for one request, copies of KV heads and latents included."""
         return sum(_cached(self.spec, self.layout, place, self.context, self.kv_dtype) * self.layout.tp
                    for place in places(self.spec, self.layout))
+
+    @property
+    def _layers(self) -> float:
+        """The part of the layers that are on the card that is full first."""
+        return self.each / kv_cache(self.spec, self.context, unspread(self.layout), self.kv_dtype)
 
     @property
     def binds(self) -> str:
@@ -106,7 +121,10 @@ class Concurrency(Bill):
 
     @property
     def footnotes(self) -> list[str]:
-        return [] if self.requests else [f"Does not fit: the {self.binds} bind{'s' * (self.binds != 'weights')}."]
+        if self.requests:
+            return []
+        most = f"; the longest request that does has {self.longest:,} tokens" if self.longest else ""
+        return [f"Does not fit: the {self.binds} bind{'s' * (self.binds != 'weights')}{most}."]
 
     def to_dict(self) -> dict[str, Any]:
         """The account as plain data: inputs, bytes of a card, requests, rows."""
