@@ -80,7 +80,7 @@ class Channel:
     def recv(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The next message: its header, and tensors of its own. Raises Closed at the end of the stream."""
         (length,) = LENGTH.unpack(self._read(bytearray(LENGTH.size)))
-        header, due, kinds = json.loads(self._read(bytearray(length)))
+        header, due, kinds = json.loads(bytes(self._read(bytearray(length))))
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
         for x in tensors:
             if x.nbytes:

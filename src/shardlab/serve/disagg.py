@@ -1,4 +1,4 @@
-"""Replicas in processes of their own, each with ranks of its own, and the worlds that a `Cluster` sees of them.
+"""Replicas in processes of their own, each with ranks of its own: the world of a `Cluster` that serves.
 
     with Workers(build, pools(prefill=2, decode=2, blocks=256)) as world:
         answers = Cluster(world, world.instances(), RoundRobin()).run(requests)
@@ -25,51 +25,19 @@ from ..comm import Ledger
 from ..comm.channel import Channel, Closed, connect
 from ..launch import RankExited, Ranks, ranks
 from ..model.transformer import Transformer
-from ..specs import Layout, LinkSpec
+from ..specs import LinkSpec
 from .events import Arrived, Event, Instance, Lost, Moved, Stepped, Stream
-from .kv_cache import BlockPool
+from .outbox import Spoil
+from .replica import Replica
 from .request import Answer
 from .runner import Choose, likeliest
-from .scheduler import Batch, Policy, Scheduler
-from .simulate import Simulated, StepTime, Wire
+from .scheduler import Batch
 from .transfer import Transfer
-from .transport import Order, Spoil
+from .transport import Order
 from .worker import COMMANDS, Post, run_command, work
 
-Role = Literal["both", "prefill", "decode"]
 START_LIMIT = 120.0  # seconds until all replicas have built their models and found each other
 STOP_LIMIT = 10.0  # seconds for a rank to return once it is told to stop
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A replica to be started: what it is for, how its model is cut, and its cache: `blocks` of `block_size` tokens, of
-    `dtype` ("fp32", "bf16" or "int8"; the model's own if None). `policy`, `most` and `watermark` are its scheduler's.
-    """
-
-    name: str
-    blocks: int
-    role: Role = "both"
-    layout: Layout = field(default_factory=Layout)
-    block_size: int = 16
-    dtype: str | None = None
-    policy: Policy | None = None
-    most: int = 256
-    watermark: float = 0.0
-
-    def instance(self) -> Instance:
-        """What the control plane knows of it, with an empty pool."""
-        scheduler = Scheduler(BlockPool(self.blocks, self.block_size), self.policy, most=self.most,
-                              watermark=self.watermark)
-        return Instance(self.name, scheduler, self.role, self.layout.world_size)
-
-
-def pools(prefill: int, decode: int, *, prefill_tp: int = 1, decode_tp: int = 1, **alike: Any) -> list[Replica]:
-    """So many replicas for prompts and so many for the rest, "prefill0" and so on, each cut over so many ranks; in all
-    else alike: `blocks`, and what else a `Replica` takes."""
-    kinds: list[tuple[Role, int, int]] = [("prefill", prefill, prefill_tp), ("decode", decode, decode_tp)]
-    return [Replica(f"{role}{i}", role=role, layout=Layout(tp=tp), **alike)
-            for role, count, tp in kinds for i in range(count)]
 
 
 @dataclass(eq=False)
@@ -339,54 +307,3 @@ class Workers:
         moving = self._known(stream.transfer)
         moving.deadline = time.monotonic() + self.patience
         return Order.of(moving.serial, stream)
-
-
-class Rehearsal(Simulated):
-    """Workers that compute, on the clock of a simulation: steps take as long as `step_time` says and transfers as long
-    as the wire, whatever they really take. An event is handed out when it is due, and has really happened. Tokens are
-    the real ones.
-    """
-
-    def __init__(self, workers: Workers, step_time: StepTime, wire: Wire | None = None):
-        super().__init__(step_time, wire)
-        self.workers = workers
-        self._happened = list[Event]()
-
-    def run(self, instance: Instance, batch: Batch, streams: Sequence[Stream] = ()) -> None:
-        super().run(instance, batch, streams)
-        self.workers.run(instance, batch, streams)
-
-    def send(self, stream: Stream) -> None:
-        super().send(stream)
-        self.workers.send(stream)
-
-    def cancel(self, transfer: Transfer) -> None:
-        super().cancel(transfer)
-        self.workers.cancel(transfer)
-
-    def next(self) -> Event | None:
-        event = super().next()
-        if isinstance(event, Stepped) or (isinstance(event, Moved) and not (
-                event.how == "acked" and event.transfer.state in ("draining", "dropped"))):
-            return self._really(event)
-        return event
-
-    def _really(self, event: Event) -> Event:
-        """The real event of the simulated one. RuntimeError where something else has become of it."""
-        while True:
-            for each in self._happened:
-                if same(event, each):
-                    self._happened.remove(each)
-                    return each
-            real = self.workers.next()
-            if real is None or isinstance(real, Lost) or (isinstance(real, Moved) and real.how == "failed"):
-                raise RuntimeError(f"a rehearsal expects {event}, and what happened is {real}")
-            self._happened.append(real)
-
-
-def same(simulated: Event, real: Event) -> bool:
-    if isinstance(simulated, Stepped):
-        return isinstance(real, Stepped) and real.batch is simulated.batch
-    return isinstance(simulated, Moved) and isinstance(real, Moved) and (
-        (simulated.transfer, simulated.how) == (real.transfer, real.how))
-

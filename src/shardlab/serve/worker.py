@@ -23,10 +23,12 @@ from ..comm.channel import Closed, Listener, Pace, connect
 from ..model.transformer import Transformer
 from ..parallel import layout as layouts
 from ..specs import Layout, LinkSpec
+from .inbox import Inbox
+from .outbox import Outbox, Reached, Spoil
 from .pages import KVLayout, PagedCache, heads_of
 from .runner import Choose, Runner, packed, unpacked
 from .scheduler import Batch
-from .transport import Held, Inbox, Order, Outbox, Reached, Spoil, overlap
+from .transport import Held, Order, overlap
 
 COMMANDS, DATA = ".commands", ".data"  # what a rank's sockets are called, behind its path
 
