@@ -10,7 +10,7 @@ import pytest
 import torch
 from served import Faked, build, expected, plain, prompts, requests, serve, texts
 
-from shardlab.serve import Engine, Request, kv_cache, mixed, prefill_first
+from shardlab.serve import BlockPool, Engine, Request, Scheduler, kv_cache, mixed, prefill_first
 
 
 @pytest.mark.parametrize("key", [lambda parent, tokens: 0, lambda parent, tokens: hash(tokens),
@@ -86,6 +86,29 @@ def test_s6_whoever_gives_way_says_the_same():
     answers = engine.run(requests())
     assert texts(answers) == expected()[0]
     assert sum(answer.preempted > 0 for answer in answers) >= 4 and engine.pool.free == 80
+
+
+@pytest.mark.parametrize("ends", ["abort", "give way"])
+def test_s8_a_block_is_free_when_request_and_writer_are_done(ends):
+    """Somebody still writes into a request's blocks, or sends them (S9), when it is aborted or gives way: the next
+    request gets none of them, and waits."""
+    scheduler = Scheduler(BlockPool(4, 4))
+    scheduler.add(Request(0, [1] * 9, 3))
+    blocks = list(scheduler.step().items[0].blocks)
+    scheduler.pool.hold(blocks)
+    if ends == "abort":
+        scheduler.abort(0)
+    else:
+        scheduler._preempt(scheduler.running[0])
+    assert scheduler.pool.free == 1
+    scheduler.add(Request(1, [2] * 3, 2))
+    taken = scheduler.step()
+    if ends == "abort":
+        assert taken.plan == ((1, 0, 3, tuple(set(range(4)) - set(blocks))),)
+    else:
+        assert taken is None  # the elder waits first, for three blocks
+    scheduler.pool.release(blocks)
+    assert scheduler.pool.free == (3 if ends == "abort" else 4) and scheduler.step() is not None
 
 
 def test_s13_two_in_a_pool_for_one_and_a_half():

@@ -134,7 +134,7 @@ class OneHash(Pool):
 
 
 for machine in (Pool, FewHashes, OneHash):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestPool, TestFewHashes, TestOneHash = Pool.TestCase, FewHashes.TestCase, OneHash.TestCase
 
 

@@ -56,10 +56,25 @@ REQUESTS = st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=1
 BUDGETS = st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 20))
 
 
-@settings(max_examples=400, deadline=None)
-@given(REQUESTS, BUDGETS, st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 2, 3, 256]),
-       st.sampled_from([0.0, 0.2, 0.9]))
-def test_every_request_that_is_taken_is_answered(some, budgets, size, blocks, most, watermark):
+CASES = st.tuples(REQUESTS, BUDGETS, st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 2, 3, 256]),
+                  st.sampled_from([0.0, 0.2, 0.9]))
+
+
+@settings(max_examples=150)
+@given(CASES)
+def test_every_request_that_is_taken_is_answered(case):
+    check(*case)
+
+
+@pytest.mark.more
+@settings(max_examples=4000)
+@given(CASES)
+def test_of_many_more_each_is_answered(case):
+    check(*case)
+
+
+def check(some, budgets, size, blocks, most, watermark):
+    """Run them, and look at every batch and at what came of each."""
     some = [Request(i, prompt, new, arrival=float(when)) for i, (prompt, new, when) in enumerate(some)]
     mixes, budget, whole = budgets
     faked = Faked(blocks, size, mixed(budget, whole) if mixes else prefill_first(whole), most=most,
