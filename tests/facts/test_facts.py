@@ -11,13 +11,14 @@ import facts_hardware
 import facts_layouts
 import facts_pipeline
 import facts_replicas
+import facts_serving
 import facts_sizes
 import facts_training
 import pytest
 from facts import ROWS
 
 PARTS = (facts_sizes, facts_caches, facts_training, facts_hardware, facts_cutting, facts_collectives, facts_data,
-         facts_replicas, facts_pipeline, facts_experts, facts_layouts)
+         facts_replicas, facts_pipeline, facts_experts, facts_layouts, facts_serving)
 COMPUTED = {name: compute for part in PARTS for name, compute in part.COMPUTED.items()}
 
 
