@@ -16,6 +16,7 @@ from rich.text import Text
 from ..cost import Bill, Plan, Planned, Serve, Train, ladder, plan_training
 from ..specs import ClusterSpec, ModelSpec, bundled_models, find_card, find_model, format_of
 from ..specs.units import count
+from .serve_plan import capacity_of, load_of, show_capacity
 from .terminal import plain_table, refuse
 
 COLOURS = {"yes": "bold green", "would": "yellow", "no": "red"}
@@ -38,6 +39,15 @@ def plan(
     kv_dtype: Annotated[str | None, typer.Option(help="Serve: how the KV cache is stored.")] = None,
     latency: Annotated[float | None, typer.Option(help="Serve: seconds that a token may take.")] = None,
     rate: Annotated[float | None, typer.Option(help="Serve: tokens a second that are asked for in all.")] = None,
+    requests: Annotated[float | None, typer.Option(
+        help="Serve: requests a second; with --prompt and --answer, how many cards they take.")] = None,
+    prompt: Annotated[int | None, typer.Option(help="Serve: tokens of a request's prompt.")] = None,
+    answer: Annotated[int | None, typer.Option(help="Serve: tokens of its answer.")] = None,
+    hits: Annotated[float | None, typer.Option(help="Serve: the share of a prompt that is cached already.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="Serve: seconds to the first token, on average.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Serve: seconds for each further one, on average.")] = None,
+    gap: Annotated[float | None, typer.Option(help="Serve: seconds that an answer may stand still.")] = None,
+    price: Annotated[float | None, typer.Option(help="Serve: what a card costs an hour; 2 when left out.")] = None,
     batch: Annotated[int | None, typer.Option(help="Train: sequences of a step on each replica.")] = None,
     seq: Annotated[int | None, typer.Option(
         help="Train: tokens of a sequence; 4096 when left out, if the model can.")] = None,
@@ -48,24 +58,33 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Plain data: inputs, parameters, steps, bill.")] = False,
 ) -> None:
     """Say whether MODEL fits on the cards, and what to try in which order if it does not."""
-    serving = {"context": context, "concurrency": concurrency, "kv_dtype": kv_dtype, "latency": latency, "rate": rate}
+    serving: dict[str, Any] = {"context": context, "concurrency": concurrency, "kv_dtype": kv_dtype,
+                               "latency": latency, "rate": rate}
+    asked = {"requests": requests, "prompt": prompt, "answer": answer, "hits": hits, "ttft": ttft, "tpot": tpot,
+             "gap": gap, "price": price}
     training = {"batch": batch, "seq": seq, "recompute": recompute, "optimizer": optimizer}
     both = {"reserve": reserve}
     try:
-        spec = model_of(model)
-        task = (train_task(dtype, training | both, serving) if train else
+        spec, load = model_of(model), None if train else load_of(asked)
+        if load and context is None:
+            serving["context"] = context = load.longest
+        task = (train_task(dtype, training | both, serving | asked) if train else
                 serve_task(dtype, serving | both, training | {"tokens": tokens}))
         task = within(task, spec, context or seq)
         made = ladder(spec, find_card(card), task, cards)
         layouts = layouts_of(made, task, tokens) if isinstance(task, Train) and tokens is not None else None
+        room = capacity_of(made, load, price) if load else None
     except (ValueError, OSError) as error:
         refuse(error)
     if as_json:
-        print(json.dumps(made.to_dict() | ({"layouts": layouts.to_dict()} if layouts else {}), indent=2))
+        more = {name: found.to_dict() for name, found in (("layouts", layouts), ("capacity", room)) if found}
+        print(json.dumps(made.to_dict() | more, indent=2))
     else:
         show(made)
         if layouts:
             show_layouts(layouts)
+        if room:
+            show_capacity(room)
 
 
 def layouts_of(made: Plan, task: Train, tokens: int) -> Planned:

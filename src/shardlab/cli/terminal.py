@@ -8,7 +8,8 @@ from typing import NoReturn
 import typer
 from rich.table import Table
 
-FIGURES = ("a card holds", "GB", "GiB", "bytes", "measured", "fitted", "error", "a step", "MFU")
+FIGURES = ("a card holds", "GB", "GiB", "bytes", "measured", "fitted", "error", "a step", "MFU",
+           "cards", "at once", "requests/s", "a card", "first token", "a further one")
 
 
 def refuse(error: Exception) -> NoReturn:

@@ -135,7 +135,8 @@ class Capacity(Bill):
             notes.append(f"At {self.price:g} an hour for a card: {prices}.")
         notes.append(f"More than one card? {self.one_card.sentence}.")
         if self.split:
-            notes.append(f"One pool or two? {self.split.answer}.")
+            notes.append(f"One pool or two? {self.split.answer}. Two would balance at {self.split.ratio:.3g} instances "
+                         "for prompts to each for answers.")
         speeds = self.options[0].step.speeds if self.options else Speeds()
         said = ", ".join(f"{name} {getattr(speeds, name):.3g} ({speeds.how(name)})"
                          for name in ("share", "memory", "links", "overhead"))

@@ -99,7 +99,8 @@ class Condition(NamedTuple):
 @dataclass(frozen=True, repr=False, eq=False)
 class Split(Bill):
     """One pool or two, on as many instances either way: requests a second that keep the times in each, and the
-    conditions. `prefill` of the instances would compute prompts."""
+    conditions. `prefill` of the instances would compute prompts; `ratio` of that kind to each of the other are in
+    balance."""
 
     headings = ("condition", "why", "", "", "does it hold?")
 
@@ -108,6 +109,7 @@ class Split(Bill):
     one: float
     two: float
     prefill: int
+    ratio: float
     conditions: tuple[Condition, ...]
 
     @property
@@ -143,7 +145,7 @@ class Split(Bill):
 
     def to_dict(self) -> dict[str, Any]:
         """The account as plain data: answer, rates, conditions, rows."""
-        kinds = ("answer", "pays", "instances", "one", "two", "prefill")
+        kinds = ("answer", "pays", "instances", "one", "two", "prefill", "ratio")
         return {**{kind: getattr(self, kind) for kind in kinds},
                 "conditions": [each._asdict() for each in self.conditions], **super().to_dict()}
 
@@ -187,7 +189,7 @@ def why_not_split(step: StepSeconds, load: Load, transfer: Handover, *, instance
                   f"{SWING:g} is borne" + ", but roles switch" * switch),
         Condition("long prompts", load.uncached > short, f"{load.uncached:,} tokens of a prompt are computed; up to "
                   f"{short:,} are as well off beside the answers"))
-    return Split(load, instances, together, two, n, conditions)
+    return Split(load, instances, together, two, n, ratio, conditions)
 
 
 def alone(card: CardSpec) -> ClusterSpec:
