@@ -67,7 +67,8 @@ class Channel:
         flat = [x.detach().cpu().contiguous() for x in tensors]
         nbytes = sum(x.nbytes for x in flat)
         head = json.dumps([header, due[1], [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in flat]])
-        with self._sending, mark.single("send", self.name, flat, nbytes):
+        with self._sending:
+            gone = mark.outside(self.name, flat, nbytes)
             try:
                 self._socket.sendall(LENGTH.pack(len(head)) + head.encode())
                 for x in flat:
@@ -76,6 +77,7 @@ class Channel:
             except OSError as error:
                 raise Closed(f"{self.name} is gone: {error}") from None
             links.sleep_until(due[0])
+            gone()
 
     def recv(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The next message: its header, and tensors of its own. Raises Closed at the end of the stream."""
@@ -113,8 +115,9 @@ class Listener:
     """Where others `connect` to: the file at `path`, which its folder's owner removes with the folder."""
 
     def __init__(self, path: str | Path):
+        path = _short(path)
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(_short(path))
+        self._socket.bind(path)
         self._socket.listen(64)
 
     def accept(self, name: str = "the other end") -> Channel:
@@ -132,11 +135,11 @@ class Listener:
 
 def connect(path: str | Path, name: str = "the other end", limit: float = 60.0) -> Channel:
     """A channel to who listens at `path`, or will within `limit` seconds. Raises TimeoutError."""
-    deadline = time.monotonic() + limit
+    path, deadline = _short(path), time.monotonic() + limit
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.connect(_short(path))
+            sock.connect(path)
             return Channel(sock, name)
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()

@@ -57,22 +57,21 @@ def work(kind: str, stage: int, microbatch: int) -> Iterator[None]:
     done.end = time.monotonic()
 
 
-@contextmanager
-def single(op: str, to: str, tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[None]:
-    """Enter a message that leaves the ranks of this launch, `to` whom the ledger calls its axis. One without tensors
-    is not entered."""
+def outside(to: str, tensors: Sequence[torch.Tensor], nbytes: int) -> Callable[[], None]:
+    """A message leaves the ranks of this launch, `to` whom the ledger calls its axis; to be called when it is gone. One
+    without tensors is not entered."""
     if not (_open and tensors):
-        yield
-        return
-    entry = Entry(op=op, axis=to, ranks=(), rank=dist.get_rank(), shape=tuple(tensors[0].shape),
+        return _nothing
+    entry = Entry(op="send", axis=to, ranks=(), rank=dist.get_rank(), shape=tuple(tensors[0].shape),
                   dtype=name_of(tensors[0].dtype), payload=nbytes, wire=nbytes, derived=False,
                   phase=_phases[-1] if _phases else "forward", site=_site(), start=time.monotonic())
     for ledger in _open:
         ledger.entries.append(entry)
-    try:
-        yield
-    finally:
+
+    def gone() -> None:
         entry.end = time.monotonic()
+
+    return gone
 
 
 def ring_wire(op: str, payload: int, p: int) -> float:

@@ -111,7 +111,10 @@ class Outbox:
                        (0.0, 0.0) if self.pace is None else self.pace.book(*self.ports, nbytes, ready))
 
     def _packed(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(quantise(parts[0])) if self.wire == "int8" and len(parts) == 1 else parts
+        if self.wire != "int8" or len(parts) == 2:  # with scales it is bytes already
+            return parts
+        numbers, scale = quantise(parts[0])
+        return [numbers.to(torch.int8), scale]
 
     @staticmethod
     def _tell(each: Reached, header: dict, parts: Iterable[torch.Tensor] = (), due: tuple[float, float] = (0.0, 0.0)

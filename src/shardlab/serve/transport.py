@@ -18,7 +18,7 @@ import torch
 
 from ..comm.channel import raw
 from .events import Stream
-from .pages import KVLayout
+from .pages import KVLayout, heads_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class Held:
                 return (f"one has {what} {getattr(ours, name)}, the other {getattr(theirs, name)}: caches are moved "
                         "as they are, give both sides the same")
         return ""
+
+
+def sends(layout: KVLayout, rank: int, p: int) -> range:
+    """Which of its heads rank `rank` of a tensor axis of `p` sends: of those with the same ones, the first all."""
+    others = rank > 0 and heads_of(rank - 1, p, layout.total_heads) == layout.heads
+    return range(0) if others else layout.heads
 
 
 def overlap(a: range, b: range) -> range:

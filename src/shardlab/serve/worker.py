@@ -25,10 +25,10 @@ from ..parallel import layout as layouts
 from ..specs import Layout, LinkSpec
 from .inbox import Inbox
 from .outbox import Outbox, Reached, Spoil
-from .pages import KVLayout, PagedCache, heads_of
+from .pages import KVLayout, PagedCache
 from .runner import Choose, Runner, packed, unpacked
 from .scheduler import Batch
-from .transport import Held, Order, overlap
+from .transport import Held, Order, overlap, sends
 
 COMMANDS, DATA = ".commands", ".data"  # what a rank's sockets are called, behind its path
 
@@ -74,9 +74,10 @@ class Worker:
         commands, data = Listener(path + COMMANDS), Listener(path + DATA)
         self.parent = commands.accept("the control plane")
         self.parent.send({"did": "started", "pid": os.getpid()})
-        model = post.build()
+        model, tensor_axis = post.build(), None
         if post.layout.world_size > 1:
-            model = layouts.cut(model, post.layout).model
+            model, _, axes = layouts.cut(model, post.layout)
+            tensor_axis = axes.tp
         layout = KVLayout.of(model, post.block_size, post.dtype)
         self.cache = PagedCache(layout, post.blocks, next(model.parameters()).device)
         self.held = Held(str(model.spec), layout)
@@ -84,7 +85,7 @@ class Worker:
         self.outboxes = dict[str, Outbox]()
         self.batches: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         threading.Thread(target=self.let_in, args=(data,), daemon=True).start()
-        if self.reach():
+        if self.reach(tensor_axis):
             self.tell("ready")
         self.runner = Runner(model, self.cache, group if group.size() > 1 else None, choose=post.choose)
         threading.Thread(target=self.hear, daemon=True).start()
@@ -136,13 +137,10 @@ class Worker:
         else:
             self.tell("drained", serial=serial)
 
-    def reach(self) -> bool:
+    def reach(self, tensor_axis: dist.ProcessGroup | None) -> bool:
         """Open a channel to every rank of the targets that gets something from here; whether all can take it."""
         post, layout = self.post, self.held.layout
-        # of neighbours on the tensor axis with the same heads, the first sends them
-        place, tp = self.rank % post.layout.tp, post.layout.tp
-        before = heads_of(place - 1, tp, layout.total_heads) if place else range(0)
-        heads = range(0) if before == layout.heads else layout.heads
+        heads = sends(layout, *(tensor_axis.rank(), tensor_axis.size()) if tensor_axis else (0, 1))
         pace = Pace(post.link, post.clocks) if post.link is not None else None
         for name in post.targets:
             reached = list[Reached]()
