@@ -84,6 +84,8 @@ def test_a_number_is_off_by_half_a_step(dtype, size):
     x[0, 0], x[0, 1, 1:] = 0, 0
     whole, scale = quantise(x)
     assert scale.dtype == torch.bfloat16 and scale.shape == (5, 64, 1) and whole.abs().max() <= 127
+    largest = x.double().abs().amax(-1, keepdim=True)
+    assert torch.allclose(scale.double() * 127, largest, rtol=2**-7, atol=0), "each token and head has its own"
     error = (whole.double() * scale.double() - x.double()).abs()
     assert (error <= scale.double() * (0.5 if dtype != torch.bfloat16 else 0.75)).all()  # bf16's own rounding besides
     assert torch.equal(whole[0, 0], torch.zeros(33, dtype=dtype))

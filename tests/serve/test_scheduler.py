@@ -156,11 +156,13 @@ def test_an_aborted_request_leaves_nothing():
             scheduler.made(batch, {item.number: 9 for item in batch.items if item.samples}, 1.0)
         assert scheduler.abort(1) and not scheduler.abort(1)
         assert scheduler.abort(0) and scheduler.pool.free == 8 and not scheduler.busy and scheduler.step() is None
-    scheduler, answers = fresh()
+    scheduler = Scheduler(BlockPool(8, 4))
+    answers = [scheduler.add(Request(i, [i] * 7, 5)) for i in range(2)]
     batch = scheduler.step()
     scheduler.abort(0)
-    assert scheduler.made(batch, {}, 1.0) == [] and answers[0].tokens == []
-    assert scheduler.pool.share([0] * 7)[0] == []  # nothing is known of what was not computed
+    assert scheduler.made(batch, {0: 9, 1: 9}, 1.0) == []
+    assert [answer.tokens for answer in answers] == [[], [9]], "the other goes on"
+    assert scheduler.pool.share([0] * 7)[0] == [], "nothing is known of what was not computed"
 
 
 def test_a_watermark_trades_waiting_for_steadiness():
