@@ -2,11 +2,22 @@
 
 from math import ceil
 
-from facts import EIGHT, GB, MS, SEVENTY, SMALL
+from facts import EIGHT, GB, MIB, MS, SEVENTY, SMALL, US
 from facts_caches import beside_weights
 from facts_cutting import H100
 
-from shardlab.cost import Pools, Role, best_split, handover, kv_cache, little, md1_wait, prefill_floor
+from shardlab.cost import (
+    Pools,
+    Role,
+    best_split,
+    handover,
+    kv_cache,
+    kv_per_token,
+    little,
+    md1_wait,
+    prefill_floor,
+    traffic,
+)
 from shardlab.specs import find_link
 from shardlab.specs.quantity import quantity
 
@@ -34,7 +45,16 @@ def nodes():
     return ceil(Role(little(10, 20), at_once, 8).instances)
 
 
+def sums(tokens, seconds):
+    """Milliseconds of the sums in all layers of a step of so many tokens, each `seconds(its bytes)`."""
+    bill = traffic(SEVENTY, EIGHT, 1, tokens, "bf16", backward=False, head="logits")
+    return sum(c.count * seconds(c.payload) for c in bill.where("all_reduce") if c.count == SEVENTY.layers) / MS
+
+
 COMPUTED = {
+    "A10-int8-half": lambda: kv_per_token(SEVENTY, dtype="int8") / kv_per_token(SEVENTY),
+    "A10-sums-token": lambda: sums(1, lambda nbytes: 29 * US),  # measured at 16 KiB
+    "A10-sums-prompt": lambda: sums(8192, lambda nbytes: nbytes / (64 * MIB) * 322 * US),  # at 64 MiB
     "A002-20ms": lambda: in_bulk(SMALL),
     "A002-25gib-1nic": lambda: in_bulk(SEVENTY),
     "A002-25gib-8nic": lambda: in_bulk(SEVENTY, 8),
