@@ -24,12 +24,14 @@ def block_hash(parent: int, tokens: tuple[int, ...]) -> int:
 
 
 class Content(NamedTuple):
-    """What a filled block holds: `number` is given once and never again, `parent` is that of the content before it."""
+    """What a filled block holds: `number` is given once and never again, `parent` is that of the content before it,
+    `key` is where it is looked up."""
 
     block: int
     number: int
     parent: int
     tokens: tuple[int, ...]
+    key: int
 
 
 class BlockPool:
@@ -58,15 +60,14 @@ class BlockPool:
         if count > self.free:
             raise RuntimeError(f"{count} blocks asked for, and {self.free} of {self.blocks} are free: wait for a "
                                "request to end, or preempt one")
-        taken = []
-        for _ in range(count):
-            if self._empty:
-                block = self._empty.popleft()
-            else:
-                block, _ = self._unused.popitem(last=False)
-                self._forget(block)
-            self.users[block] = 1
+        empty, unused = self._empty, self._unused
+        taken = [empty.popleft() for _ in range(min(count, len(empty)))]
+        while len(taken) < count:
+            block, _ = unused.popitem(last=False)
+            self._forget(block)
             taken.append(block)
+        for block in taken:
+            self.users[block] = 1
         return taken
 
     def share(self, tokens: Sequence[int]) -> tuple[list[int], int]:
@@ -88,7 +89,8 @@ class BlockPool:
     def _beginning(self, tokens: Sequence[int]) -> Iterator[Content]:
         size, parent = self.block_size, ROOT
         for start in range(0, len(tokens) - size, size):
-            content = self._find(parent, tuple(tokens[start : start + size]))
+            filled = tuple(tokens[start : start + size])
+            content = self._find(block_hash(parent, filled), parent, filled)
             if content is None:
                 return
             parent = content.number
@@ -103,13 +105,13 @@ class BlockPool:
         if len(tokens) != self.block_size or not self.users[block]:
             raise ValueError(f"block {block} with {len(tokens)} of {self.block_size} tokens and {self.users[block]} "
                              "users: only full blocks in use are kept")
-        if (known := self._find(parent, tokens)) is not None:
+        key = block_hash(parent, tokens)
+        if (known := self._find(key, parent, tokens)) is not None:
             return known.number
         self._forget(block)
-        content = Content(block, self._next, parent, tokens)
+        content = Content(block, self._next, parent, tokens, key)
         self._next += 1
-        self._contents[block] = content
-        self._known[block_hash(parent, tokens)] = content  # of two with one hash, the newer is found
+        self._contents[block] = self._known[key] = content  # of two with one hash, the newer is found
         return content.number
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -125,24 +127,27 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One user less of each. Of blocks that nobody uses then, the last are reused first: their beginnings serve
         more requests. RuntimeError where one has no user."""
+        users, contents = self.users, self._contents
         for block in reversed(blocks):
-            if not self.users[block]:
+            if not users[block]:
                 raise RuntimeError(f"block {block} is released by somebody who does not have it")
-            self.users[block] -= 1
-            if self.users[block]:
+            users[block] -= 1
+            if users[block]:
                 continue
-            if self._contents[block] is None:
+            if contents[block] is None:
                 self._empty.append(block)
             else:
                 self._unused[block] = None
 
-    def _find(self, parent: int, tokens: tuple[int, ...]) -> Content | None:
+    def _find(self, key: int, parent: int, tokens: tuple[int, ...]) -> Content | None:
         """The content of these tokens behind `parent`, if it is known: what a hash finds is compared, for two can have
         the same."""
-        content = self._known.get(block_hash(parent, tokens))
-        return content if content and (content.parent, content.tokens) == (parent, tokens) else None
+        content = self._known.get(key)
+        return content if content and content.parent == parent and content.tokens == tokens else None
 
     def _forget(self, block: int) -> None:
-        content, self._contents[block] = self._contents[block], None
-        if content is not None and self._known.get(key := block_hash(content.parent, content.tokens)) is content:
-            del self._known[key]
+        content = self._contents[block]
+        if content is not None:
+            self._contents[block] = None
+            if self._known.get(content.key) is content:
+                del self._known[content.key]

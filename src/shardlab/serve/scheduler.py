@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     @property
     def work(self) -> list[tuple[int, int]]:
         """(new tokens, tokens attended to, these included) of each request: what a step's time depends on."""
-        return [(len(item.tokens), item.start + len(item.tokens)) for item in self.items]
+        return [(new := len(tokens), start + new) for _, start, tokens, _, _ in self.items]
 
     @property
     def plan(self) -> tuple:
@@ -48,10 +48,10 @@ class Running:
     """A request that has blocks. `computed` of its tokens, prompt and made ones, are in the cache; the first `kept`
     blocks are known to the pool, the last of them as the content `parent`."""
 
-    __slots__ = ("answer", "blocks", "computed", "decoding", "kept", "order", "parent", "tokens")
+    __slots__ = ("answer", "blocks", "computed", "decoding", "kept", "number", "order", "parent", "tokens")
 
     def __init__(self, order: int, answer: Answer):
-        self.order, self.answer = order, answer
+        self.order, self.answer, self.number = order, answer, answer.request.number
         self.tokens = [*answer.request.prompt, *answer.tokens]
         self.blocks: list[int] = []
         self.computed, self.kept, self.parent, self.decoding = 0, 0, ROOT, False
@@ -156,22 +156,24 @@ class Scheduler:
     def made(self, batch: Batch, tokens: dict[int, int], now: float = 0.0) -> list[Answer]:
         """Take in that the batch was computed by the time `now`, and the token that followed each item which samples;
         the answers that are complete. Of requests that were aborted meanwhile nothing is kept."""
-        complete, running = [], {each.answer.request.number: each for each in self.running}
-        for item in batch.items:
-            each = running.get(item.number)
+        complete, size = list[Answer](), self.pool.block_size
+        running = {each.number: each for each in self.running}
+        for number, _, computed, _, samples in batch.items:
+            each = running.get(number)
             if each is None:
                 continue
-            each.computed += len(item.tokens)
-            if each.kept < each.computed // self.pool.block_size:
+            each.computed += len(computed)
+            if each.computed >= (each.kept + 1) * size:
                 self._keep(each)
-            if not item.samples:
+            if not samples:
                 continue
-            answer, token = each.answer, tokens[item.number]
+            answer, token = each.answer, tokens[number]
             answer.tokens.append(token)
             answer.times.append(now)
             each.tokens.append(token)
             each.decoding = True
-            if len(answer.tokens) == answer.request.new_tokens or token == answer.request.stop:
+            request = answer.request
+            if len(answer.tokens) == request.new_tokens or token == request.stop:
                 complete.append(answer)
                 self._end(each)
         return complete
@@ -179,7 +181,7 @@ class Scheduler:
     def abort(self, number: int) -> bool:
         """Forget a request, whatever it is at, and free its blocks; False where it is not here any more."""
         for each in (*self.running, *self.waiting):
-            if each.answer.request.number == number:
+            if each.number == number:
                 if each in self.waiting:
                     self.waiting.remove(each)
                 else:
@@ -201,8 +203,7 @@ class Scheduler:
                     self._preempt(youngest)
                     if youngest is each:
                         return items  # all that come after it are younger
-            items.append(Item(each.answer.request.number, each.computed, each.tokens[each.computed :], each.blocks,
-                              True))
+            items.append(Item(each.number, each.computed, each.tokens[each.computed :], each.blocks, True))
         return items
 
     def prompts(self, room: int) -> list[Item]:
@@ -222,7 +223,7 @@ class Scheduler:
     def _chunk(self, each: Running, room: int) -> Item:
         tokens = each.tokens[each.computed : each.computed + room]
         last = each.computed + len(tokens) == len(each.tokens)
-        return Item(each.answer.request.number, each.computed, tokens, each.blocks, last)
+        return Item(each.number, each.computed, tokens, each.blocks, last)
 
     def _begin(self, each: Running) -> bool:
         """Give the request blocks for all its tokens, shared ones first; whether there were enough."""
@@ -235,10 +236,11 @@ class Scheduler:
 
     def _keep(self, each: Running) -> None:
         """Tell the pool what the blocks hold that were filled since."""
-        size = self.pool.block_size
-        for i in range(each.kept, each.computed // size):
-            each.parent = self.pool.keep(each.blocks[i], each.parent, tuple(each.tokens[i * size : (i + 1) * size]))
-        each.kept = each.computed // size
+        size, keep, tokens, parent = self.pool.block_size, self.pool.keep, each.tokens, each.parent
+        filled = each.computed // size
+        for i in range(each.kept, filled):
+            parent = keep(each.blocks[i], parent, tuple(tokens[i * size : (i + 1) * size]))
+        each.kept, each.parent = filled, parent
 
     def _preempt(self, each: Running) -> None:
         self._end(each)
