@@ -61,7 +61,8 @@ class Sides:
     def __init__(self, sources, targets, p=None, **how):
         self.said = SimpleQueue()
         self.targets = [PagedCache(each, 12) for each in targets]
-        self.inboxes = [Inbox(cache, lambda *what, rank=i: self.said.put((f"target {rank}", *what)), self.broke)
+        self.inboxes = [Inbox(cache, lambda what, serial, why="", nbytes=0, rank=i: self.said.put(
+            (f"target {rank}", what, serial, why)), self.broke)
                         for i, cache in enumerate(self.targets)]
         self.outboxes, self.ends = [], []
         for rank, its in enumerate(sources):

@@ -60,7 +60,8 @@ class Workers:
     to its α and β, each replica with one port, or as fast as the machine can; `wire="int8"` sends caches of other
     numbers as bytes with scales. A transfer that takes longer than `patience` seconds has failed; one that can't be
     ended in as long is ended with the replica that hangs. `timeout` is how long replicas live at most, in seconds,
-    `threads` how many PyTorch has in each rank. `spoil` sees each message before it is sent, and may damage it.
+    `threads` how many PyTorch has in each rank. `ledger` keeps all messages of all ranks, until they are closed.
+    `spoil` sees each message before it is sent, and may damage it.
 
     Raises ValueError where replicas can't take each other's caches, RankError with the rank's traceback where one
     fails at its start, and RuntimeError where they did not start in time.
@@ -68,13 +69,12 @@ class Workers:
 
     def __init__(self, build: Callable[[], Transformer], replicas: Sequence[Replica], *, link: LinkSpec | None = None,
                  wire: Literal["int8"] | None = None, patience: float = 60.0, timeout: float = 3600.0,
-                 threads: int = 1, choose: Choose = likeliest, spoil: Spoil | None = None):
+                 threads: int = 1, choose: Choose = likeliest, ledger: bool = False, spoil: Spoil | None = None):
         if len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("two replicas have the same name, by which they are known")
         self.replicas, self.patience = {replica.name: replica for replica in replicas}, patience
         self.pids: dict[str, list[int]] = {}
         self.ledgers: dict[str, list[Ledger]] = {}  # of each replica's ranks, once it was closed
-        self.failed: dict[int, str] = {}  # transfers that failed, by request, and why
         self._channels: dict[str, list[Channel]] = {}
         self._inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()  # replica, rank, what it says; rank −1: its end
         self._ended = dict[str, Exception | None]()
@@ -86,7 +86,7 @@ class Workers:
                        for name, replica in self.replicas.items()}
         self.instances()
         try:
-            self._start(build, link, wire, choose, spoil)
+            self._start(build, link, wire, choose, spoil, ledger)
         except BaseException:
             self.close()
             raise
@@ -101,6 +101,8 @@ class Workers:
         """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them."""
         self._due: list[tuple[float, int, Answer]] = []
         self._began: float | None = None
+        self.bytes: dict[Transfer, int] = {}  # that came, of those that arrived
+        self.failed: dict[Transfer, str] = {}  # and why, of those that did not
         self._instances = {name: replica.instance() for name, replica in self.replicas.items()
                            if name not in self._ended}
         return list(self._instances.values())
@@ -187,24 +189,25 @@ class Workers:
             case "broke":
                 raise RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
             case what if said["serial"] in self._moving:
-                self._moved(self._moving[said["serial"]], what, name, rank, said.get("why", ""))
+                self._moved(self._moving[said["serial"]], what, name, rank, said)
 
-    def _moved(self, moving: Moving, what: str, name: str, rank: int, why: str) -> None:
+    def _moved(self, moving: Moving, what: str, name: str, rank: int, said: dict[str, Any]) -> None:
         if what == "drained":
             if moving.waits is not None:
                 moving.waits.discard((name, rank))
                 self._drained(moving)
         elif moving.waits is None and what == "acked":
             moving.acked.add(rank)
+            self.bytes[moving.transfer] = self.bytes.get(moving.transfer, 0) + said["nbytes"]
             if len(moving.acked) == len(self._channels[name]):
                 del self._moving[moving.serial]
                 self._events.append(Moved(moving.transfer, "acked"))
         elif moving.waits is None and moving.deadline is not None:
-            self._fail(moving, f"rank {rank} of {name}: {why}")
+            self._fail(moving, f"rank {rank} of {name}: {said['why']}")
 
     def _fail(self, moving: Moving, why: str) -> None:
         moving.deadline = None
-        self.failed[moving.transfer.number] = why
+        self.failed[moving.transfer] = why
         self._events.append(Moved(moving.transfer, "failed"))
 
     def _drained(self, moving: Moving) -> None:
@@ -243,7 +246,7 @@ class Workers:
     # starting them, and talking to them
 
     def _start(self, build: Callable[[], Transformer], link: LinkSpec | None, wire: str | None, choose: Choose,
-               spoil: Spoil | None) -> None:
+               spoil: Spoil | None, ledger: bool) -> None:
         with ThreadPoolExecutor(len(self._crews)) as several:
             folders = dict(zip(self._crews, several.map(Ranks.start, self._crews.values()), strict=True))
         sockets = {name: [str(folder / f"{rank}") for rank in range(self._crews[name].size)]
@@ -252,7 +255,7 @@ class Workers:
         targets = [name for name, replica in self.replicas.items() if replica.role == "decode"]
         for name, replica in self.replicas.items():
             post = Post(name, build, replica.layout, replica.blocks, replica.block_size, replica.dtype, choose, sockets,
-                        targets if replica.role == "prefill" else [], link, clocks, wire, spoil)
+                        targets if replica.role == "prefill" else [], link, clocks, wire, spoil, ledger)
             threading.Thread(target=self._run, args=(name, post), daemon=True).start()
         for name, paths in sockets.items():
             self._channels[name] = [connect(path + COMMANDS, f"rank {rank} of {name}", START_LIMIT)

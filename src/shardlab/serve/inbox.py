@@ -20,7 +20,7 @@ class Incoming:
         self.layout, self.had = layout, had
         self.seen = torch.zeros(len(layout.layers), len(layout.heads), tokens - had, dtype=torch.uint8)
         self.came, self.sealed = defaultdict[int, int](int), dict[int, int]()  # messages, by the source's rank
-        self.wrong = ""
+        self.nbytes, self.wrong = 0, ""
 
     def mark(self, layer: int, heads: range, start: int, stop: int) -> None:
         self.seen[layer - self.layout.layers.start, heads.start - self.layout.heads.start :
@@ -43,11 +43,11 @@ class Incoming:
 class Inbox:
     """What a rank of a target receives: a thread for each channel, which writes what comes into the cache.
 
-    `tell(what, serial, why)` is called with "acked" when all of a transfer is there, "failed" when it never will be,
-    and "drained" when nothing more of a cancelled one is written.
+    `tell(what, serial, …)` is called with "acked", and `nbytes`, when all of a transfer is there, "failed", and `why`,
+    when it never will be, and "drained" when nothing more of a cancelled one is written.
     """
 
-    def __init__(self, cache: PagedCache, tell: Callable[[str, int, str], None],
+    def __init__(self, cache: PagedCache, tell: Callable[..., None],
                  broke: Callable[[BaseException], None]):
         self.cache, self.tell, self.broke = cache, tell, broke
         self._lock = threading.Lock()
@@ -92,13 +92,17 @@ class Inbox:
         incoming = self._incoming[serial]
         if kind == "layer":
             incoming.came[rank] += 1
+            incoming.nbytes += sum(part.nbytes for part in parts)
             self._write(incoming, header, parts)
             return
         incoming.sealed[rank] = header["messages"]
         if incoming.sealed.keys() >= self._sources[source]:
             fault = incoming.fault()
             del self._incoming[serial]
-            self.tell("failed" if fault else "acked", serial, fault)
+            if fault:
+                self.tell("failed", serial, why=fault)
+            else:
+                self.tell("acked", serial, nbytes=incoming.nbytes)
 
     def _write(self, incoming: Incoming, header: dict, parts: list[torch.Tensor]) -> None:
         layer, heads, start, stop = header["layer"], range(*header["heads"]), header["start"], header["stop"]
@@ -120,7 +124,7 @@ class Inbox:
             if self._ended[serial] >= self._sources[source]:
                 del self._draining[serial], self._ended[serial]
                 self._incoming.pop(serial, None)
-                self.tell("drained", serial, "")
+                self.tell("drained", serial)
 
 
 def _unpacked(parts: list[torch.Tensor], store: Store) -> list[torch.Tensor]:

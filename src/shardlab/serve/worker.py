@@ -12,6 +12,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -51,6 +52,7 @@ class Post:
     clocks: str
     wire: str | None
     spoil: Spoil | None
+    ledger: bool
 
     def port(self, name: str) -> int:
         """A replica's place on the link."""
@@ -58,9 +60,9 @@ class Post:
 
 
 def work(group: dist.ProcessGroup, post: Post) -> Ledger:
-    """Serve until told to stop, or until nobody is there to tell; what went between this replica's ranks, and to
-    others. Every rank of the replica runs it."""
-    with record() as ledger:
+    """Serve until told to stop, or until nobody is there to tell. Every rank of the replica runs it. What went between
+    its ranks, and to others, comes back, if a ledger is wanted: it grows with every message."""
+    with record() if post.ledger else nullcontext(Ledger()) as ledger:
         Worker(group, post).run()
     return ledger
 
@@ -81,7 +83,7 @@ class Worker:
         layout = KVLayout.of(model, post.block_size, post.dtype)
         self.cache = PagedCache(layout, post.blocks, next(model.parameters()).device)
         self.held = Held(str(model.spec), layout)
-        self.inbox = Inbox(self.cache, lambda what, serial, why: self.tell(what, serial=serial, why=why), self.broke)
+        self.inbox = Inbox(self.cache, lambda what, serial, **more: self.tell(what, serial=serial, **more), self.broke)
         self.outboxes = dict[str, Outbox]()
         self.batches: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         threading.Thread(target=self.let_in, args=(data,), daemon=True).start()
