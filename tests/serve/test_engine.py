@@ -140,6 +140,13 @@ def test_nobody_is_answered_before_they_come():
     assert answers[1].times[0] >= 0.3 and answers[0].times[-1] < clock.now()
 
 
+def test_a_virtual_clock_goes_by_steps_and_waits():
+    """A prompt of 2 and two more tokens, a step of a second each; nobody for a while; then 1 and one more."""
+    engine = Engine(build(), blocks=8, block_size=4, clock=VirtualClock(lambda work: 1.0))
+    first, second = engine.run([Request(0, [5, 6], 3, arrival=0.5), Request(1, [7], 2, arrival=10.25)])
+    assert first.times == [1.5, 2.5, 3.5] and second.times == [11.25, 12.25]
+
+
 def test_of_those_that_come_at_once_the_first_is_first():
     engine = Engine(build(), blocks=80, block_size=4, policy=prefill_first(8), clock=VirtualClock(lambda work: 1.0))
     engine.run([*requests(), Request(9, [5], 2, arrival=40.0), Request(8, [6], 2, arrival=40.0)])
