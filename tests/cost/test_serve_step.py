@@ -16,6 +16,7 @@ from shardlab.cost import (
     serve_step,
     traffic,
 )
+from shardlab.cost.serve_parts import seen
 from shardlab.specs import ClusterSpec, Layout, LinkSpec, find_card, find_link, find_model
 
 EIGHT, SEVENTY, V3, OSS = (find_model(name) for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3",
@@ -132,6 +133,8 @@ def test_a_pipeline_adds_its_stages_up_and_hands_over():
     assert half(work) - parts["hand-overs"] == pytest.approx(whole(work), rel=1e-3)  # a request is not made faster
     assert half.pace(work) == pytest.approx(half(work) / 2, rel=0.05) and whole.pace(work) == whole(work)
     assert sum(part.layers for part in half.stages) == 80
+    four = step_of(SEVENTY, Layout(8, pp=4)).parts(work)
+    assert four["hand-overs"] == pytest.approx(3 * parts["hand-overs"])
 
 
 def test_a_latent_is_read_as_it_is_or_projected_up_whichever_takes_less():
@@ -171,11 +174,24 @@ def test_windows_see_and_keep_less():
         assert 0.5 < step.parts(work)["attention"] / full.parts(work)["attention"] < 0.53
     for work in ([(1, 100)], [(128, 128)]):
         assert step.parts(work)["attention"] == pytest.approx(full.parts(work)["attention"])
-    flop = step.stages[0].layers * step.attention.pair
     card = find_card("h100")
     assert step.parts([(5000, 5000)])["attention"] == pytest.approx(
         attention_flops(OSS, 5000) / card.flop_rate("bf16"), rel=1e-3)
-    assert flop > 0
+    half, window = OSS.windowed_layers / OSS.layers, OSS.window
+    for new, context in ((100, 150), (1, 128), (1, 129), (300, 300), (50, 5000)):
+        [(times, *_, pairs, read)] = seen([(new, context)] * 3, OSS)
+        positions = range(context - new + 1, context + 1)
+        exact = sum((1 - half) * at + half * min(at, window) for at in positions)
+        assert (times, pairs) == (3, pytest.approx(exact))
+        assert read == (1 - half) * context + half * min(context, window)
+
+
+def test_each_request_has_its_last_tokens_logits_and_copies_of_experts_none():
+    assert step_of(EIGHT).stages[0].head == 2 * EIGHT.vocab * EIGHT.hidden
+    tied = step_of(find_model("qwen2.5-0.5b")).stages[0]
+    assert tied.head == 2 * 151_936 * 896
+    plain, copied = (step_of(V3, Layout(dp=8, ep=8), "h200", dtype="fp8", redundant=n).stages[0] for n in (0, 8))
+    assert copied.flop == pytest.approx(plain.flop) and copied.experts > plain.experts
 
 
 def test_splitwises_steps_were_five_times_their_floors_and_have_their_shape():

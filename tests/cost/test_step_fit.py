@@ -5,6 +5,7 @@ import random
 import pytest
 
 from shardlab.cost import StepFit, fit_steps
+from shardlab.cost.step_fit import _least_squares
 
 TRUE = (4e-3, 8e-6, 2e-8, 3e-11)
 SPLITWISE = {  # Llama-2-70b, TP8, medians of prompts alone (perf_model.csv, MIT): tokens → ms
@@ -67,6 +68,13 @@ def test_splitwises_prompts_have_the_shape(card):
 def test_decodes_alone_say_nothing_of_a_prompts_square():
     found = fit_steps(([(1, c)] * b, 1 + 0.1 * b + 0.01 * b * c) for c in (1, 5, 9) for b in (1, 2, 7))
     assert found.coefficients == pytest.approx((1, 0.1, 0.01, 0))
+    chance = random.Random(5)
+    decodes = [[(1, chance.randint(1, 8000)) for _ in range(chance.randint(1, 64))] for _ in range(50)]
+    noisy = fit_steps((work, StepFit(TRUE, ())(work) * chance.uniform(0.95, 1.05)) for work in decodes)
+    assert noisy.coefficients[3] == 0 < noisy.coefficients[2] < 1e-6
+    for _ in range(20):  # what the first two make up gets nothing, whatever is left of it by rounding
+        one, other = ([chance.random() for _ in range(30)] for _ in range(2))
+        assert _least_squares([one, other, [x / 3 + y / 7 for x, y in zip(one, other, strict=True)]])[2] == 0
     same = fit_steps(([(1, 10)] * b, 1 + 0.2 * b) for b in (1, 2, 7))  # nor, of one length, of contexts
     assert same.coefficients == pytest.approx((1, 0.2, 0, 0))
 

@@ -109,9 +109,11 @@ def test_what_helps_a_condition():
 
 
 def test_all_five_do_not_pay_where_two_pools_do_less():
-    """A gap shorter than a plain step: neither keeps it; more cards are no answer, and two pools no better."""
-    found = split(load=replace(TIGHT, tpot=0.001), short=0)
-    assert found.two == 0 and not found.pays
+    found = split(load=replace(TIGHT, rate=13, gap=0.03))
+    assert not found.failed and found.two < found.one < 13 and not found.pays
+    assert found.answer == f"colocate: two pools do {found.two:.3g} requests/s in time, and one does {found.one:.3g}"
+    hopeless = split(load=replace(TIGHT, tpot=0.001))
+    assert hopeless.two == hopeless.one == 0 and not hopeless.pays
 
 
 def test_the_account_shows_all_five_and_both_rates():
