@@ -56,7 +56,7 @@ def play(shapes, given, aborts, losses, how, world):
 
 
 @given(situation())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_whatever_happens_every_request_is_answered_and_every_block_is_free(drawn):
     cluster, answers, aborted = play(*drawn)
     settled(cluster, answers, aborted)
@@ -97,14 +97,14 @@ def test_an_abort_at_each_state_of_a_transfer_frees_all(state, layerwise):
 
 
 def test_full_targets_let_caches_wait_in_the_order_of_their_prompts():
-    instances = [instance("p", "prefill", 24), instance("d", "decode", 8)]
-    cluster = Watched(instances, after=lambda cluster: waiting.append(len(cluster.handovers._parked[instances[1]])))
-    waiting = []
-    answers = cluster.run(requests([14, 13, 12, 15, 14, 9], new=12, gap=0.01))
-    assert max(waiting) >= 3
+    # The second has no room beside the first; the third would have, and does not overtake it.
+    waiting, target = [], instance("d", "decode", 8)
+    cluster = Watched([instance("p", "prefill", 24), target],
+                      after=lambda cluster: waiting.append(len(cluster.handovers._parked[target])))
+    answers = cluster.run(requests([14, 20, 4, 15, 9], new=12, gap=0.3))
     settled(cluster, answers)
-    begun = [transfer.number for transfer in cluster.handovers.arrived]
-    assert begun == sorted(begun) and len(begun) == 6
+    assert max(waiting) >= 2
+    assert [transfer.number for transfer in cluster.handovers.arrived] == [0, 1, 2, 3, 4]
 
 
 def test_the_preempted_go_before_what_waits_for_room():
@@ -115,6 +115,7 @@ def test_the_preempted_go_before_what_waits_for_room():
     settled(cluster, answers)
     ends = [answer.times[-1] for answer in answers]
     assert answers[1].preempted and answers[2].preempted and ends == sorted(ends)
+    assert sum(answer.preempted for answer in answers) == 5  # 6 where they do
 
 
 def test_what_the_target_knows_is_not_sent():
