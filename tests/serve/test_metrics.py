@@ -135,8 +135,8 @@ def test_little_s_law(requests):
 
 
 def test_little_s_law_holds_another_s_count_against_it():
-    """What an engine counted, with nothing said before the first arrival and after the last token."""
-    log = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 0), (4.0, 1), (5.25, 0), (99.0, 7)]
+    """What an engine counted; what it said before the first arrival and after the last token is left out."""
+    log = [(0.0, 3), (1.0, 1), (2.0, 1), (3.0, 0), (4.0, 1), (5.25, 0), (99.0, 7)]
     assert Metrics(RUN, seen=log).in_system == pytest.approx((3.25 / 4.25, 3.25 / 4.25))
     late = [(1.25, 1), (2.0, 1), (3.0, 0), (4.0, 1), (5.25, 0)]  # the first was seen a quarter of a second too late
     metrics = Metrics(RUN, seen=late)
