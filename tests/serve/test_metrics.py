@@ -106,9 +106,9 @@ def test_a_request_is_finished_at_its_length_or_at_its_stop_token():
     request = Request(0, [1], 3, stop=9)
     for tokens, expected in (([1, 2, 3], True), ([1, 9], True), ([1, 2], False), ([], False)):
         assert finished(Answer(request, tokens, [1.0] * len(tokens))) == expected
-    left = Metrics([*RUN, answer(4, 1.0, [9.0], new=2)])
+    left = Metrics([*RUN, answer(4, 1.0, [9.0], new=2), answer(5, 2.0, [], new=2)])
     assert len(left.done) == 3 and left.seconds == 4.25, "what was cut off is in no measure but what was offered"
-    assert left.title == "5 requests: 3 finished, 1 refused, 1 not finished; 2 preemptions"
+    assert left.title == "6 requests: 3 finished, 1 refused, 2 not finished; 2 preemptions"
 
 
 @pytest.mark.parametrize("answers", [[], [answer(0, 0.0, [], refused="too long")], [answer(0, 1.0, [1.0])]])
