@@ -203,7 +203,8 @@ class Scheduler:
                     self._preempt(youngest)
                     if youngest is each:
                         return items  # all that come after it are younger
-            items.append(Item(each.number, each.computed, each.tokens[each.computed :], each.blocks, True))
+            new = each.tokens[each.computed :]
+            items.append(Item(each.number, each.computed, new, each.blocks, True))
         return items
 
     def prompts(self, room: int) -> list[Item]:
