@@ -9,23 +9,19 @@ knows no tensors. Caches go from rank to rank (`transport`), and it is told when
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, Literal
 
-from ..comm import Ledger
-from ..comm.channel import Channel, Closed, connect
-from ..launch import RankExited, Ranks, ranks
+from ..launch import RankExited
 from ..model.transformer import Transformer
 from ..specs import LinkSpec
+from .crews import Crews
 from .events import Arrived, Event, Instance, Lost, Moved, Stepped, Stream
 from .outbox import Spoil
 from .replica import Replica
@@ -34,10 +30,7 @@ from .runner import Choose, likeliest
 from .scheduler import Batch
 from .transfer import Transfer
 from .transport import Order
-from .worker import COMMANDS, Post, run_command, work
-
-START_LIMIT = 120.0  # seconds until all replicas have built their models and found each other
-STOP_LIMIT = 10.0  # seconds for a rank to return once it is told to stop
+from .worker import Post, run_command
 
 
 @dataclass(eq=False)
@@ -70,26 +63,22 @@ class Workers:
     def __init__(self, build: Callable[[], Transformer], replicas: Sequence[Replica], *, link: LinkSpec | None = None,
                  wire: Literal["int8"] | None = None, patience: float = 60.0, timeout: float = 3600.0,
                  threads: int = 1, choose: Choose = likeliest, ledger: bool = False, spoil: Spoil | None = None):
-        if len({replica.name for replica in replicas}) < len(replicas):
-            raise ValueError("two replicas have the same name, by which they are known")
         self.replicas, self.patience = {replica.name: replica for replica in replicas}, patience
-        self.pids: dict[str, list[int]] = {}
-        self.ledgers: dict[str, list[Ledger]] = {}  # of each replica's ranks, once it was closed
-        self._channels: dict[str, list[Channel]] = {}
-        self._inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()  # replica, rank, what it says; rank −1: its end
-        self._ended = dict[str, Exception | None]()
+        self._instances = dict[str, Instance]()
         self._running = dict[str, tuple[Instance, Batch]]()
         self._moving = dict[int, Moving]()
         self._events = deque[Event]()
-        self._serial = 0
-        self._crews = {name: ranks(replica.layout.world_size, backend="gloo", timeout=timeout, threads=threads)
-                       for name, replica in self.replicas.items()}
+        self._began: float | None = None
+        self._serial, self._count = 0, 0
+        targets = [replica.name for replica in replicas if replica.role == "decode"]
+
+        def post(name: str, sockets: dict[str, list[str]], clocks: str) -> Post:
+            replica = self.replicas[name]
+            return Post(name, build, replica.layout, replica.blocks, replica.block_size, replica.dtype, choose, sockets,
+                        targets if replica.role == "prefill" else [], link, clocks, wire, spoil, ledger)
+
+        self.crews = Crews(replicas, post, timeout, threads)
         self.instances()
-        try:
-            self._start(build, link, wire, choose, spoil, ledger)
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> Workers:
         return self
@@ -98,37 +87,25 @@ class Workers:
         self.close()
 
     def instances(self) -> list[Instance]:
-        """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them."""
-        self._due: list[tuple[float, int, Answer]] = []
-        self._began: float | None = None
+        """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them.
+
+        What an earlier cluster has left under way is given up, and waited for.
+        """
+        self._due = list[tuple[float, int, Answer]]()
+        for moving in [each for each in self._moving.values() if each.waits is None]:
+            self.cancel(moving.transfer)
+        while self.next() is not None:
+            pass
+        self._began = None
         self.bytes: dict[Transfer, int] = {}  # that came, of those that arrived
         self.failed: dict[Transfer, str] = {}  # and why, of those that did not
         self._instances = {name: replica.instance() for name, replica in self.replicas.items()
-                           if name not in self._ended}
+                           if name not in self.crews.ended}
         return list(self._instances.values())
 
     def close(self) -> None:
         """End all replicas; returns when they are gone."""
-        for name in self._channels:
-            self._tell(name, {"do": "stop"})
-        deadline = time.monotonic() + STOP_LIMIT
-        while len(self._ended) < len(self._channels) and (left := deadline - time.monotonic()) > 0:
-            with suppress(Empty):
-                name, rank, said = self._inbox.get(timeout=left)
-                if rank < 0:
-                    self._end(name, said)
-        for name in self.pids.keys() - self._ended.keys():
-            self.kill(name)
-        for crew in self._crews.values():
-            crew.close()
-        for channel in (each for channels in self._channels.values() for each in channels):
-            channel.close()
-
-    def kill(self, name: str) -> None:
-        """End a replica as the system does when memory runs out."""
-        for pid in self.pids[name]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.crews.close()
 
     # what a Cluster asks of a world
 
@@ -138,23 +115,23 @@ class Workers:
         return time.monotonic() - self._began
 
     def arrive(self, answer: Answer) -> None:
-        self._due.append((answer.request.arrival, len(self._due), answer))
-        self._due.sort(reverse=True)
+        self._count += 1
+        heapq.heappush(self._due, (answer.request.arrival, self._count, answer))
 
     def run(self, instance: Instance, batch: Batch, streams: Sequence[Stream] = ()) -> None:
         self._running[instance.name] = instance, batch
-        self._tell(instance.name, run_command(batch, [self._order(stream) for stream in streams]))
+        self.crews.tell(instance.name, run_command(batch, [self._order(stream) for stream in streams]))
 
     def send(self, stream: Stream) -> None:
-        self._tell(stream.transfer.source.name, {"do": "send", "order": vars(self._order(stream))})
+        self.crews.tell(stream.transfer.source.name, {"do": "send", "order": vars(self._order(stream))})
 
     def cancel(self, transfer: Transfer) -> None:
         moving, ends = self._known(transfer), (transfer.source.name, transfer.target.name)
-        moving.waits = {(name, rank) for name in ends if name not in self._ended
-                        for rank in range(len(self._channels[name]))}
+        moving.waits = {(name, rank) for name in ends if name not in self.crews.ended
+                        for rank in range(self.crews.size(name))}
         moving.deadline = time.monotonic() + self.patience
         for name in ends:
-            self._tell(name, {"do": "cancel", "serial": moving.serial, "source": ends[0], "target": ends[1]})
+            self.crews.tell(name, {"do": "cancel", "serial": moving.serial, "source": ends[0], "target": ends[1]})
         self._drained(moving)
 
     def next(self) -> Event | None:
@@ -162,17 +139,17 @@ class Workers:
             if self._events:
                 return self._events.popleft()
             now = self.now()
-            if self._due and self._due[-1][0] <= now:
-                return Arrived(self._due.pop()[-1])
+            if self._due and self._due[0][0] <= now:
+                return Arrived(heapq.heappop(self._due)[-1])
             self._look_at_deadlines()
             if self._events:
                 continue
             if not (self._due or self._running or self._moving):
                 return None
-            until = [self._due[-1][0] - now] if self._due else []
+            until = [self._due[0][0] - now] if self._due else []
             until += [each.deadline - time.monotonic() for each in self._moving.values() if each.deadline is not None]
             with suppress(Empty):
-                self._hear(*self._inbox.get(timeout=max(0.0, min(until)) if until else None))
+                self._hear(*self.crews.hear(max(0.0, min(until)) if until else None))
 
     # what the workers say
 
@@ -180,7 +157,7 @@ class Workers:
         if rank < 0:
             self._end(name, said)
             return
-        if name in self._ended:
+        if name in self.crews.ended:
             return
         match said["did"]:
             case "ran":
@@ -199,7 +176,7 @@ class Workers:
         elif moving.waits is None and what == "acked":
             moving.acked.add(rank)
             self.bytes[moving.transfer] = self.bytes.get(moving.transfer, 0) + said["nbytes"]
-            if len(moving.acked) == len(self._channels[name]):
+            if len(moving.acked) == self.crews.size(name):
                 del self._moving[moving.serial]
                 self._events.append(Moved(moving.transfer, "acked"))
         elif moving.waits is None and moving.deadline is not None:
@@ -225,12 +202,11 @@ class Workers:
             else:  # somebody hangs: the target, if it has not answered; the source may wait for it
                 target = moving.transfer.target.name
                 hangs = {name for name, _ in moving.waits}
-                self.kill(target if target in hangs else hangs.pop())
+                self.crews.kill(target if target in hangs else hangs.pop())
                 moving.deadline = now + self.patience
 
     def _end(self, name: str, error: Exception | None) -> None:
         """A replica's ranks have ended."""
-        self._ended[name] = error
         if error is None:
             return
         if not isinstance(error, RankExited):
@@ -242,61 +218,6 @@ class Workers:
             if moving.waits is not None:
                 moving.waits = {(each, rank) for each, rank in moving.waits if each != name}
                 self._drained(moving)
-
-    # starting them, and talking to them
-
-    def _start(self, build: Callable[[], Transformer], link: LinkSpec | None, wire: str | None, choose: Choose,
-               spoil: Spoil | None, ledger: bool) -> None:
-        with ThreadPoolExecutor(len(self._crews)) as several:
-            folders = dict(zip(self._crews, several.map(Ranks.start, self._crews.values()), strict=True))
-        sockets = {name: [str(folder / f"{rank}") for rank in range(self._crews[name].size)]
-                   for name, folder in folders.items()}
-        clocks = str(next(iter(folders.values())) / "link")
-        targets = [name for name, replica in self.replicas.items() if replica.role == "decode"]
-        for name, replica in self.replicas.items():
-            post = Post(name, build, replica.layout, replica.blocks, replica.block_size, replica.dtype, choose, sockets,
-                        targets if replica.role == "prefill" else [], link, clocks, wire, spoil, ledger)
-            threading.Thread(target=self._run, args=(name, post), daemon=True).start()
-        for name, paths in sockets.items():
-            self._channels[name] = [connect(path + COMMANDS, f"rank {rank} of {name}", START_LIMIT)
-                                    for rank, path in enumerate(paths)]
-            self.pids[name] = [channel.recv()[0]["pid"] for channel in self._channels[name]]
-            for rank, channel in enumerate(self._channels[name]):
-                threading.Thread(target=self._listen, args=(name, rank, channel), daemon=True).start()
-        self._all_ready()
-
-    def _all_ready(self) -> None:
-        deadline = time.monotonic() + START_LIMIT
-        waits = {(name, rank) for name, channels in self._channels.items() for rank in range(len(channels))}
-        while waits:
-            try:
-                name, rank, said = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
-                raise RuntimeError(f"not ready after {START_LIMIT:g} s: {sorted(waits)}") from None
-            if rank < 0:
-                raise said or RuntimeError(f"{name} has ended before it was ready")
-            if said["did"] == "refused":
-                raise ValueError(said["why"])
-            waits.discard((name, rank))
-
-    def _run(self, name: str, post: Post) -> None:
-        """The thread of a replica's ranks, from their start to their end."""
-        error: Exception | None = None
-        try:
-            self.ledgers[name] = self._crews[name].run(work, post)
-        except Exception as its:
-            error = its
-        self._inbox.put((name, -1, error))
-
-    def _listen(self, name: str, rank: int, channel: Channel) -> None:
-        with suppress(Closed):
-            while True:
-                self._inbox.put((name, rank, channel.recv()[0]))
-
-    def _tell(self, name: str, command: dict[str, Any]) -> None:
-        for channel in self._channels[name]:
-            with suppress(Closed):  # its end will be heard of
-                channel.send(command)
 
     def _known(self, transfer: Transfer) -> Moving:
         for moving in self._moving.values():

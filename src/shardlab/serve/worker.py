@@ -12,8 +12,9 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -87,20 +88,21 @@ class Worker:
         self.outboxes = dict[str, Outbox]()
         self.batches: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         threading.Thread(target=self.let_in, args=(data,), daemon=True).start()
-        if self.reach(tensor_axis):
-            self.tell("ready")
+        with suppress(Closed):  # another has ended: that is what is to be told, and is
+            if self.reach(tensor_axis):
+                self.tell("ready")
         self.runner = Runner(model, self.cache, group if group.size() > 1 else None, choose=post.choose)
         threading.Thread(target=self.hear, daemon=True).start()
 
     def run(self) -> None:
         while (told := self.batches.get()) is not None:
             orders = [Order(**order) for order in told["orders"]]
-            self.cache.written = (lambda layer, batch: self.written(layer, batch, orders)) if orders else None  # noqa: B023
+            self.cache.written = partial(self.written, orders) if orders else None
             tokens = self.runner.run(unpacked(told["batch"]))
             if self.runner.leads:
                 self.tell("ran", tokens=list((tokens or {}).items()))
 
-    def written(self, layer: int, batch: Batch, orders: list[Order]) -> None:
+    def written(self, orders: list[Order], layer: int, batch: Batch) -> None:
         """A layer's keys and values of a batch are in the cache: those that are to be sent can go."""
         numbers = {item.number for item in batch.items}
         for order in orders:
