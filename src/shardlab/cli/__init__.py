@@ -11,11 +11,13 @@ import typer
 from .bench import bench
 from .doctor import doctor
 from .plan import plan
+from .serve_bench import serve_bench
 from .train import train
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command()(plan)
 app.command()(train)
+app.command("serve-bench")(serve_bench)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 

@@ -35,7 +35,7 @@ class Cluster:
         self.apart, self.watch = apart, watch
         self.flights = dict[int, Flight]()
         self.handovers = Handovers(world, layerwise)
-        self._left = 0
+        self.left = 0  # requests that have no answer yet
         self._dying = dict[int, bool]()  # given up while a step computes them; whether to be begun anew
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
@@ -46,11 +46,11 @@ class Cluster:
         answers = [Answer(request) for request in requests]
         for answer in answers:
             self.world.arrive(answer)
-        self._left = len(answers)
-        while self._left or self.handovers.draining:
+        self.left = len(answers)
+        while self.left or self.handovers.draining:
             event = self.world.next()
             if event is None:
-                raise RuntimeError(f"nothing more happens, and {self._left} requests have no answer: a world has to "
+                raise RuntimeError(f"nothing more happens, and {self.left} requests have no answer: a world has to "
                                    "bring back what it is given")
             self.take(event)
         return answers
@@ -104,7 +104,7 @@ class Cluster:
                 source, part = self.router.pick(begins, request), Answer(first)
         answer.refused = target.scheduler.refusal(request)
         if answer.refused:
-            self._left -= 1
+            self.left -= 1
             return
         source.scheduler.add(part.request, part)
         weights = {source: len(request.prompt)}
@@ -152,7 +152,7 @@ class Cluster:
 
     def _complete(self, flight: Flight) -> None:
         del self.flights[flight.request.number]
-        self._left -= 1
+        self.left -= 1
         for instance in (flight.source, flight.target):
             flight.leaves(instance)
         self.handovers.let_go(flight)
@@ -168,7 +168,7 @@ class Cluster:
             instance.scheduler.abort(number)
         self._complete(flight)
         if again:
-            self._left += 1
+            self.left += 1
             flight.answer.preempted += 1
             self._place(flight.answer)
 

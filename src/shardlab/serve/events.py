@@ -9,12 +9,13 @@ from .request import Answer, Request
 from .scheduler import Batch, Scheduler
 from .transfer import Transfer
 
+Role = Literal["both", "prefill", "decode"]
+
 
 class Instance:
     """A replica as the control plane knows it: its name, what it is for, its scheduler, and what it is computing."""
 
-    def __init__(self, name: str, scheduler: Scheduler, role: Literal["both", "prefill", "decode"] = "both",
-                 cards: int = 1):
+    def __init__(self, name: str, scheduler: Scheduler, role: Role = "both", cards: int = 1):
         self.name, self.scheduler, self.role, self.cards = name, scheduler, role, cards
         self.pool = scheduler.pool
         self.working: Batch | None = None
