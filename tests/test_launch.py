@@ -284,6 +284,24 @@ def test_ranks_stay_between_calls_and_answer_within_milliseconds():
         r.run(who)
 
 
+def test_ranks_have_a_folder_as_long_as_they_live(temp):
+    """From their start, which may come before their first run; it goes with them, also where they are killed."""
+    with ranks(2) as r:
+        folder = r.start()
+        assert folder.parent == temp and folder.is_dir() and r.start() == folder
+        (folder / "mine").touch()
+        pids = r.run(who)
+        assert len(pids) == 2 and (folder / "mine").exists()
+    assert not list(temp.iterdir())
+    with pytest.raises(ValueError, match="closed"):
+        r.start()
+    with ranks(1) as r:
+        folder = r.start()
+        with pytest.raises(RankExited):
+            r.run(lambda group: os._exit(3))
+        assert not folder.exists() and r.start() != folder
+
+
 def test_after_a_failure_the_next_run_has_fresh_ranks():
     with ranks(2) as r:
         before = r.run(who)
