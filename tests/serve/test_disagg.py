@@ -2,6 +2,8 @@
 simulation's, and what is waited for the transfer is what the link takes, or as good as nothing.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 from apart import BLOCKS, SIZE, alone, fresh, returned, right, serve, wait, workers
@@ -14,9 +16,9 @@ from shardlab.serve.arrivals import poisson
 from shardlab.serve.disagg import Workers
 from shardlab.serve.metrics import Metrics
 from shardlab.serve.rehearsal import Rehearsal
-from shardlab.serve.replica import pools
+from shardlab.serve.replica import Replica, pools
 from shardlab.serve.simulate import Simulated, Wire
-from shardlab.specs import LinkSpec, ModelSpec
+from shardlab.specs import Layout, LinkSpec, ModelSpec
 
 POLICIES = {"whole prompts": prefill_first(), "chunks of 7": prefill_first(7), "mixed, 8": mixed(8, 16)}
 TOKEN = 2 * SIZES["head_dim"] * 4  # bytes of a token in one layer and head, float32
@@ -61,6 +63,17 @@ def test_prompts_may_be_cut_otherwise_than_the_rest(kind, p, q):
     with workers(kind=kind, prefill_tp=p, decode_tp=q) as world:
         for layerwise in (True, False):
             assert right(*serve(world, requests(), layerwise=layerwise), kind)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("p", "q"), [(dict(pp=2), dict()), (dict(), dict(pp=2)), (dict(pp=2), dict(tp=2)),
+                                      (dict(tp=2, pp=2), dict(tp=2))])
+def test_stages_send_and_get_their_layers(p, q):
+    """A pipeline computes a step's requests in as many parts as it has stages."""
+    with Workers(build, [Replica("prefill0", BLOCKS, "prefill", Layout(**p), SIZE),
+                         Replica("decode0", BLOCKS, "decode", Layout(**q), SIZE)], timeout=300) as world:
+        for layerwise in (True, False):
+            assert right(*serve(world, requests(), layerwise=layerwise))
 
 
 def test_a_known_beginning_is_not_sent_again(four):
@@ -164,13 +177,13 @@ def deep():
     return model
 
 
-def exposed(rate, layerwise, wire=None):
+def exposed(rate, layerwise, wire=None, runs=2):
     """Seconds that the second token waits for the transfer, over what all float32 bytes take on that link: the best of
-    two, since noise only adds."""
+    the runs, since noise only adds."""
     link = LinkSpec(name="paced", per_direction=rate)
     with Workers(deep, pools(1, 1, blocks=60, block_size=SIZE), link=link, wire=wire, timeout=300) as world:
         ratios = dict.fromkeys(layerwise, float("inf"))
-        for seed in (1, 2):
+        for seed in range(runs):
             for kind in layerwise:
                 given = Request(0, prompts([LONG], seed=seed)[0], 3)
                 cluster, (answer,) = serve(world, [given], layerwise=kind)
@@ -194,7 +207,7 @@ def test_int8_moves_a_link_across_break_even():
     """At 0.5 B* half of the transfer comes after the prompt; its int8 bytes are 10 ÷ 32, which takes the link to 1.6 of
     their own B*."""
     rate = 0.5 * BREAK_EVEN
-    whole, small = exposed(rate, [True])[True], exposed(rate, [True], "int8")[True]
+    whole, small = exposed(rate, [True], runs=1)[True], exposed(rate, [True], "int8")[True]
     print(f"at half of B*: float32 {whole:.3f}, int8 {small:.3f} of the link's ideal")
     assert whole > 0.4
     assert small <= (1 / DEEP + 0.05) * 10 / 32 + 0.02
@@ -206,12 +219,21 @@ def test_int8_moves_a_link_across_break_even():
 def many(world, count, rate):
     given = [Request(i, prompt, 2 + i % 4, arrival=when) for i, (prompt, when) in enumerate(zip(
         prompts([2 + i % 7 for i in range(count)], seed=8), poisson(rate, count, seed=9), strict=True))]
-    seen = [(0.0, 0)]
-    cluster = Watched(world.instances(), world, after=lambda its: seen.append((world.now(), len(its.flights))))
+    under_way, changes = set(), [(request.arrival, 1) for request in given]
+
+    def look(cluster):
+        for _ in under_way - cluster.flights.keys():
+            changes.append((world.now(), -1))
+        under_way.clear()
+        under_way.update(cluster.flights)
+
+    cluster = Watched(world.instances(), world, after=look)
     answers = cluster.run(given)
-    assert returned(cluster)
+    assert returned(cluster) and len(changes) == 2 * count
+    changes.sort()
+    seen = list(zip((when for when, _ in changes), accumulate(change for _, change in changes), strict=True))
     counted, expected = Metrics(answers, seen=seen).in_system
-    assert counted == pytest.approx(expected, rel=0.05)
+    assert counted == pytest.approx(expected, rel=0.02)
     model = build()
     for answer in answers[:: max(1, count // 20)]:
         prompt = torch.tensor([answer.request.prompt])
