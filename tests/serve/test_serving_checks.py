@@ -66,7 +66,8 @@ def test_a_rate_that_drifts_makes_one_server_s_users_wait_as_first_come_first_se
     requests = [replace(request, new_tokens=1) for request in afternoon(1000)]
     seconds = prompt_seconds([len(request.prompt) for request in requests])
     instance = Instance("one", Scheduler(BlockPool(1, 8192), prefill_first(8192), most=1))
-    world = Simulated(lambda instance, work: prompt_seconds([work[0][0]])[0])
+    by_length = {len(request.prompt): each for request, each in zip(requests, seconds, strict=True)}
+    world = Simulated(lambda instance, work: by_length[work[0][0]])
     answers = Cluster(world, [instance], LeastOutstanding(Random(0))).run(requests)
     waits = first_come([request.arrival for request in requests], seconds)
     assert [answer.times[0] for answer in answers] == pytest.approx(
