@@ -96,6 +96,27 @@ def test_an_abort_at_each_state_of_a_transfer_frees_all(state, layerwise):
     assert [len(answers[i].tokens) for i in (0, 2)] == [6, 6]
 
 
+def test_what_an_aborted_request_s_step_still_writes_is_nobody_else_s():
+    # The first is computed where it ends, in a long step; its blocks are all that the second's cache could go to.
+    fast = wire(type(LINK)(name="fast", per_direction=4000.0, alpha=1e-4))
+    world = Troubled(fast, step_time=lambda instance, work: 1.0 if instance.name == "d" else 0.05)
+    cluster = Watched([instance("p", "prefill", 24), instance("d", "decode", 8, prefill_first(64))], world,
+                      apart=lambda uncached, request: request.number == 1)
+    world.at(0.3, cluster.leave(0))
+    answers = cluster.run(requests([24, 24], gap=0.0))
+    settled(cluster, answers, {0})
+    assert not answers[0].tokens and cluster.handovers.arrived[0].adopted > 1.0
+
+
+def test_a_transfer_that_fails_does_not_bring_back_an_aborted_request():
+    world = Troubled(wire(), failing={1}, report=0.9)
+    cluster = Watched(fleet(1, 1), world)
+    world.at(0.1, cluster.leave(0))
+    answers = cluster.run(requests([15]))
+    settled(cluster, answers, {0})
+    assert not answers[0].tokens and cluster.transfers[1].state == "dropped"
+
+
 def test_full_targets_let_caches_wait_in_the_order_of_their_prompts():
     # The second has no room beside the first; the third would have, and does not overtake it.
     waiting, target = [], instance("d", "decode", 8)
@@ -180,7 +201,8 @@ def test_a_request_goes_where_it_fits_and_is_refused_where_that_is_nowhere():
     answers = cluster.run(requests([13, 14, 4, 40], new=8, gap=0.0))
     settled(cluster, answers)
     assert {name for name, plan in cluster.plans if any(item[0] in (0, 1) for item in plan)} == {"large"}
-    assert "40 tokens and 8 new ones need 12 blocks" in answers[3].refused and not answers[3].tokens
+    assert "40 tokens and 8 new ones need 12 blocks" in answers[3].refused
+    assert [len(answer.tokens) for answer in answers] == [8, 8, 8, 0]
 
 
 def test_a_prompt_that_no_prefill_instance_can_hold_is_computed_where_it_ends():
