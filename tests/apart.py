@@ -52,6 +52,12 @@ def right(cluster, answers, kind="gqa"):
     return True
 
 
+def smoothly(cluster, answers, kind="gqa"):
+    """And nothing was done twice on the way."""
+    assert not cluster.world.failed and not sum(answer.preempted for answer in answers)
+    return right(cluster, answers, kind)
+
+
 def alone(given, kind="gqa"):
     """What the plain model makes of each of these requests."""
     model = build(kind)

@@ -287,6 +287,20 @@ def test_what_did_not_arrive_whole_is_never_decoded(layerwise):
         assert "has sent 3 messages, and 2 have come" in other
 
 
+def damage_one_half(header, parts):
+    """The second head of the first transfer, which another rank of the target holds."""
+    if header["serial"] == 1 and header["heads"] == [1, 2]:
+        parts[0].view(-1)[5] += 1
+    return True
+
+
+def test_one_rank_of_a_target_that_has_all_is_not_enough():
+    with workers(1, 1, decode_tp=2, spoil=damage_one_half) as world:
+        cluster, answers = serve(world, requests())
+        assert right(cluster, answers) and sum(answer.preempted for answer in answers) == 1
+        assert ["rank 1 of decode0: layer" in why for why in world.failed.values()] == [True]
+
+
 @pytest.mark.parametrize(("other", "says"), [
     (dict(dtype="int8"), "prefill0 can't send its caches to decode0: one has numbers of fp32, the other int8"),
     (dict(dtype="bf16"), "numbers of fp32, the other bf16"),

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from apart import BLOCKS, SIZE, alone, fresh, returned, right, serve, wait, workers
+from apart import BLOCKS, SIZE, alone, fresh, returned, serve, smoothly, wait, workers
 from clusters import Watched
 from served import KINDS, SIZES, build, expected, prompts, requests, texts
 
@@ -46,7 +46,7 @@ def with_policy(instances, policy):
 def test_two_and_two_say_what_one_says(four, layerwise, policy):
     """FAULTS S11: every cache changes its blocks on the way, and all texts are the plain model's."""
     cluster, answers = serve(four, requests(), with_policy(fresh(four), policy), layerwise=layerwise)
-    assert right(cluster, answers)
+    assert smoothly(cluster, answers)
     moved = cluster.handovers.arrived
     assert sorted(transfer.number for transfer in moved) == list(range(6))
     assert all(transfer.taken != transfer.given for transfer in moved)
@@ -62,7 +62,7 @@ def test_prompts_may_be_cut_otherwise_than_the_rest(kind, p, q):
     """FAULTS S11, SV24: more ranks than KV heads among them, and latent attention."""
     with workers(kind=kind, prefill_tp=p, decode_tp=q) as world:
         for layerwise in (True, False):
-            assert right(*serve(world, requests(), layerwise=layerwise), kind)
+            assert smoothly(*serve(world, requests(), layerwise=layerwise), kind)
 
 
 @pytest.mark.more
@@ -73,7 +73,7 @@ def test_stages_send_and_get_their_layers(p, q):
     with Workers(build, [Replica("prefill0", BLOCKS, "prefill", Layout(**p), SIZE),
                          Replica("decode0", BLOCKS, "decode", Layout(**q), SIZE)], timeout=300) as world:
         for layerwise in (True, False):
-            assert right(*serve(world, requests(), layerwise=layerwise))
+            assert smoothly(*serve(world, requests(), layerwise=layerwise))
 
 
 def test_a_known_beginning_is_not_sent_again(four):
@@ -103,7 +103,7 @@ def test_one_token_needs_no_transfer_and_a_stop_ends_it(four):
 def test_short_prompts_stay_where_they_end(four):
     """The decider: of those with few uncached tokens nothing moves."""
     cluster, answers = serve(four, requests(), apart=lambda uncached, request: uncached > 10)
-    assert right(cluster, answers)
+    assert smoothly(cluster, answers)
     assert sorted(transfer.number for transfer in cluster.handovers.arrived) == [1, 3, 5]
 
 

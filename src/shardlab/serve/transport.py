@@ -5,6 +5,9 @@ model's own numbers, layer, KV heads, tokens, and where the target wants it, so 
 other is cut. Of ranks that hold the same heads the first sends them (`outbox`). A transfer ends with a seal from each
 of the source's ranks, that says how many messages there were: what is missing then, has come twice, or is not what was
 sent, makes it fail (`inbox`). One that is given up ends with a cancel in its place, behind which nothing of it comes.
+
+Nothing is sent that the target has no blocks for: they are reserved before (`handovers`), so that a receiver writes
+what comes where it belongs, keeps nothing back, and a sender that is too fast waits in its own queue.
 """
 
 from __future__ import annotations
