@@ -33,6 +33,14 @@ def in_bulk(spec, ports=1):
     return (moved.seconds - moved.link.alpha) / MS
 
 
+def saved():
+    """Milliseconds that int8 saves a reader who waits for a cache's last layer."""
+    seconds = prefill_floor(SEVENTY, H100, EIGHT, tokens=8192, share=0.5)
+    whole, small = (handover(SEVENTY, 8192, EIGHT, prefill=seconds, link=find_link("ib-ndr"), ports=1, dtype=dtype)
+                    for dtype in ("bf16", "int8"))
+    return (whole.by_layers - small.by_layers) / MS
+
+
 def break_even():
     """GB/s at which a prefill at half of the peak takes as long as its cache."""
     seconds = prefill_floor(SEVENTY, H100, EIGHT, tokens=8192, share=0.5)
@@ -55,6 +63,8 @@ COMPUTED = {
     "A10-int8-half": lambda: kv_per_token(SEVENTY, dtype="int8") / kv_per_token(SEVENTY),
     "A10-sums-token": lambda: sums(1, lambda nbytes: 29 * US),  # measured at 16 KiB
     "A10-sums-prompt": lambda: sums(8192, lambda nbytes: nbytes / (64 * MIB) * 322 * US),  # at 64 MiB
+    "A11-int8-wire": saved,
+    "A11-out-of-balance": lambda: best_split(1 / 0.026, 1 / (1 - 0.026), 2)[1] / 2,
     "A002-20ms": lambda: in_bulk(SMALL),
     "A002-25gib-1nic": lambda: in_bulk(SEVENTY),
     "A002-25gib-8nic": lambda: in_bulk(SEVENTY, 8),
