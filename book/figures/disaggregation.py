@@ -62,7 +62,8 @@ def protocol() -> Picture:
         for lane, left, wide in boxes:
             y = top - list(colours).index(lane)
             axes.add_patch(Rectangle((left, y), wide, 0.8, facecolor=colours[lane], edgecolor="white", linewidth=1))
-        axes.text(PREFILL + 0.02 if name == "in bulk" else 0.0, top - 1.6, "RESERVE", fontsize=14, color=INK, va="center")
+        reserved = PREFILL + 0.02 if name == "in bulk" else 0.0
+        axes.text(reserved, top - 1.6, "RESERVE", fontsize=14, color=INK, va="center")
         seal = PREFILL + waits
         axes.plot([seal, seal], [top - 2.4, top - 0.1], color=INK, linewidth=1, linestyle=":")
         axes.text(seal, top - 2.45, "SEAL, ACK", fontsize=14, color=INK, va="top")
