@@ -55,6 +55,7 @@ COMPUTED = {
     "A10-int8-half": lambda: kv_per_token(SEVENTY, dtype="int8") / kv_per_token(SEVENTY),
     "A10-sums-token": lambda: sums(1, lambda nbytes: 29 * US),  # measured at 16 KiB
     "A10-sums-prompt": lambda: sums(8192, lambda nbytes: nbytes / (64 * MIB) * 322 * US),  # at 64 MiB
+    "A12-fuse": lambda: sums(1, lambda nbytes: MS),  # a millisecond each, to count them
     "A002-20ms": lambda: in_bulk(SMALL),
     "A002-25gib-1nic": lambda: in_bulk(SEVENTY),
     "A002-25gib-8nic": lambda: in_bulk(SEVENTY, 8),
