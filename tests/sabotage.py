@@ -52,7 +52,8 @@ def copy(fault: Fault, folder: Path) -> None:
 def run(test: str, folder: Path, limit: float) -> tuple[int | None, str]:
     """(pytest's exit status, None at the time limit; what it said), of one test in the folder."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "more or not more", f"tests/{test}"]
-    env = os.environ | {"PYTHONPATH": str(folder / "src")}
+    # no plugins: those of notebooks take longer to import than most of these tests run
+    env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           start_new_session=True) as process:
         try:

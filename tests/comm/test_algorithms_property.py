@@ -245,7 +245,7 @@ def test_drawn_cases(pool, p, transport, data):
 
 @pytest.mark.more
 @pytest.mark.parametrize(("p", "transport"), POOLS)
-@settings(max_examples=40, **PLAIN)
+@settings(max_examples=15, **PLAIN)
 @given(data=st.data())
 def test_more_drawn_cases(pool, p, transport, data):
     check(pool(p), p, transport, data.draw(drawn(p, transport, 200_000)))

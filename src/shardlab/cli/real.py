@@ -22,8 +22,9 @@ DAY = 86400.0  # seconds, for a run
 
 @dataclass(frozen=True)
 class Served:
-    """A model's folder, and how its engine is made."""
+    """A model's name and folder, and how its engine is made."""
 
+    name: str
     folder: Path
     spec: ModelSpec
     tp: int
@@ -37,8 +38,9 @@ class Served:
         folder = named[model]() if model in named else Path(model)
         if not (folder / "config.json").is_file():
             raise ValueError(f"--real {model} is neither small nor smollm2, nor a folder with a config.json")
-        return cls(folder, ModelSpec.from_config(folder / "config.json"), whole("tp", tp), whole("budget", budget),
-                   whole("blocks", blocks))
+        name = model if model in named else folder.resolve().name
+        return cls(name, folder, ModelSpec.from_config(folder / "config.json"), whole("tp", tp),
+                   whole("budget", budget), whole("blocks", blocks))
 
     @property
     def vocab(self) -> int:
@@ -46,7 +48,7 @@ class Served:
 
     @property
     def title(self) -> str:
-        return f"{self.spec.name}, the real engine on {self.tp} rank{'s' * (self.tp > 1)}"
+        return f"{self.name}, the real engine on {self.tp} rank{'s' * (self.tp > 1)}"
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Serve the requests in real time, with a progress bar."""

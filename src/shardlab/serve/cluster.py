@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .batch import Batch
 from .events import Arrived, Event, Instance, Lost, Moved, Router, Stepped, World
 from .handovers import Flight, Handovers
 from .request import Answer, Request
-from .scheduler import Batch
 
 Watch = Callable[[Instance, Batch], None]
 

@@ -21,13 +21,13 @@ from typing import Any, Literal
 from ..launch import RankExited
 from ..model.transformer import Transformer
 from ..specs import LinkSpec
+from .batch import Batch
 from .crews import Crews
 from .events import Arrived, Event, Instance, Lost, Moved, Stepped, Stream
 from .outbox import Spoil
 from .replica import Replica
 from .request import Answer
 from .runner import Choose, likeliest
-from .scheduler import Batch
 from .transfer import Transfer
 from .transport import Order
 from .worker import Post, run_command

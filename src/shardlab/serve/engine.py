@@ -14,11 +14,12 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ..model.transformer import Transformer
+from .batch import Batch
 from .kv_cache import BlockPool
 from .pages import KVLayout, PagedCache
 from .request import Answer, Request
 from .runner import Choose, Runner, likeliest
-from .scheduler import Batch, Policy, Scheduler
+from .scheduler import Policy, Scheduler
 
 StepTime = Callable[[list[tuple[int, int]]], float]  # of a batch's `work`, seconds
 

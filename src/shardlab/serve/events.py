@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from .batch import Batch
 from .request import Answer, Request
-from .scheduler import Batch, Scheduler
+from .scheduler import Scheduler
 from .transfer import Transfer
 
 Role = Literal["both", "prefill", "decode"]

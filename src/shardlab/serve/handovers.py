@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
+from .batch import Item
 from .events import Instance, Stream, World
 from .request import Answer, Request
-from .scheduler import Item
 from .transfer import Transfer
 
 

@@ -14,7 +14,7 @@ import torch
 from ..model.latent import LatentAttention
 from ..model.transformer import Transformer
 from ..specs.check import whole
-from .scheduler import Batch
+from .batch import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp64": torch.float64}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .batch import Batch
 from .disagg import Workers
 from .events import Event, Instance, Lost, Moved, Stepped, Stream
-from .scheduler import Batch
 from .simulate import Simulated, StepTime, Wire
 from .transfer import Transfer
 

@@ -11,8 +11,8 @@ from ..comm import Handle, ops, recv, send
 from ..comm.groups import members
 from ..model.transformer import Transformer
 from ..parallel.pipeline import Pipeline
+from .batch import Batch, Item
 from .pages import PagedCache
-from .scheduler import Batch, Item
 
 Choose = Callable[[torch.Tensor], torch.Tensor]  # logits (requests, vocab) → token ids (requests,)
 END = -1  # in the place of a number of items

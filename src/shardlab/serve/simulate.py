@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..specs import LinkSpec
+from .batch import Batch
 from .events import Arrived, Event, Instance, Moved, Stepped, Stream
 from .request import Answer
-from .scheduler import Batch
 from .transfer import Transfer
 
 StepTime = Callable[[Instance, list[tuple[int, int]]], float]  # of an instance and a batch's `work`, seconds

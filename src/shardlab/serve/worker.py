@@ -25,11 +25,11 @@ from ..comm.channel import Closed, Listener, Pace, connect
 from ..model.transformer import Transformer
 from ..parallel import layout as layouts
 from ..specs import Layout, LinkSpec
+from .batch import Batch
 from .inbox import Inbox
 from .outbox import Outbox, Reached, Spoil
 from .pages import KVLayout, PagedCache
 from .runner import Choose, Runner, packed, unpacked
-from .scheduler import Batch
 from .transport import Held, Order, overlap, sends
 
 COMMANDS, DATA = ".commands", ".data"  # what a rank's sockets are called, behind its path
