@@ -65,6 +65,7 @@ COMPUTED = {
     "A10-sums-prompt": lambda: sums(8192, lambda nbytes: nbytes / (64 * MIB) * 322 * US),  # at 64 MiB
     "A11-int8-wire": saved,
     "A11-out-of-balance": lambda: best_split(1 / 0.026, 1 / (1 - 0.026), 2)[1] / 2,
+    "A12-fuse": lambda: sums(1, lambda nbytes: MS),  # a millisecond each, to count them
     "A002-20ms": lambda: in_bulk(SMALL),
     "A002-25gib-1nic": lambda: in_bulk(SEVENTY),
     "A002-25gib-8nic": lambda: in_bulk(SEVENTY, 8),
