@@ -40,6 +40,7 @@ def test_they_are_listed(capsys, monkeypatch):
 
 
 @pytest.mark.more
-def test_each_is_seen_by_its_test():
-    missed = {outcome.fault.name: outcome.said[-2000:] for outcome in every(FAULTS) if not outcome.seen}
+def test_each_third_is_seen_by_its_test():
+    """All of them take ten minutes, which `python tests/sabotage.py` has."""
+    missed = {outcome.fault.name: outcome.said[-2000:] for outcome in every(FAULTS[::3]) if not outcome.seen}
     assert not missed, "\n".join(f"{name}\n{said}" for name, said in missed.items())
