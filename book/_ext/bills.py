@@ -33,7 +33,8 @@ class ShownBill(SphinxDirective):
         except Exception as error:
             LOGGER.warning("bill: %s: %s: %s", expression, type(error).__name__, error, location=self.get_location())
             return []
-        return [nodes.raw("", table, format="html")]
+        # in a box of its own, so that the page's next paragraph is not taken for one of the bill's notes
+        return [nodes.raw("", f'<div class="shown">{table}</div>', format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -1,27 +1,19 @@
 """Chapter 9 predicts what lab 9 ran: what is counted is equal; and what its prose says of the numbers is so."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
+from chapters import figures_of, numbers_of
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "09_layouts.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("09_layouts")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "09_layouts.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("09_layouts")
 
 
 def test_what_the_lab_counted_is_what_the_page_predicts(page, lab):

@@ -1,36 +1,24 @@
 """Chapter 12 says what its numbers say, and lab 12 found what its page predicts; what is published closes."""
 
-import importlib.util
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
+from chapters import drawing, figures_of, numbers_of
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "12_how_many.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("12_how_many")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "12_how_many.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("12_how_many")
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    spec = importlib.util.spec_from_file_location("capacity", ROOT / "book" / "figures" / "capacity.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return drawing("capacity")
 
 
 def test_a_server_comes_to_rest_where_the_page_says(page, lab):

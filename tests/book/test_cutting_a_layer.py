@@ -1,27 +1,20 @@
 """Chapter 5 predicts what lab 5 ran: its model, links and sizes are the lab's, and what is exact is equal."""
 
-import json
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
+from chapters import figures_of, numbers_of
 
-ROOT = Path(__file__).parents[2]
 MODES = {False: "", "keep": "_keep", "again": "_again"}
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "05_tensor.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("05_tensor")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "05_tensor.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("05_tensor")
 
 
 def test_both_have_the_same_links_and_waits(page, lab):

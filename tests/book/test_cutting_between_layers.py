@@ -1,27 +1,20 @@
 """Chapter 6 predicts what lab 6 ran: the same schedules, and what is counted is equal."""
 
-import json
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
+from chapters import figures_of, numbers_of
 
-ROOT = Path(__file__).parents[2]
 SCHEDULES = {"gpipe": (), "1f1b": (), "interleaved": (2,), "zero_bubble": ()}
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "06_pipeline.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("06_pipeline")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "06_pipeline.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("06_pipeline")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,29 +1,19 @@
 """Chapter 7 says what the facts say, and predicts what lab 7 ran: its model and sizes, and what is exact is equal."""
 
-import importlib.util
-import json
-from pathlib import Path
 
 import pytest
-import yaml
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
-FACTS = {fact["id"]: fact["expected"] for fact in yaml.safe_load((ROOT / "tests" / "data" / "facts.yaml").read_text())}
+from chapters import FACTS, drawing, notebook_of, numbers_of
+from computed import recorded
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "07_experts.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("07_experts")
 
 
 @pytest.fixture(scope="module")
 def notebook():
-    return json.loads((ROOT / "labs" / "07_experts.ipynb").read_text(encoding="utf-8"))
+    return notebook_of("07_experts")
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +62,6 @@ def test_both_trainings_keep_their_promise(lab):
 
 
 def test_the_loads_that_are_drawn_are_the_labs(notebook):
-    spec = importlib.util.spec_from_file_location("experts", ROOT / "book" / "figures" / "experts.py")
-    drawn = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawn)
+    drawn = drawing("experts")
     printed = "".join("".join(out.get("text", "")) for cell in notebook["cells"] for out in cell.get("outputs", []))
     assert f"tokens of each expert {list(drawn.LOADS)}" in printed

@@ -1,28 +1,20 @@
 """Chapter 8 predicts what lab 8 ran: what is counted is equal; and what its prose says of the numbers is so."""
 
-import json
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
+from chapters import figures_of, numbers_of
 
 from shardlab.parallel.zigzag import places
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "08_sequence.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("08_sequence")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "08_sequence.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("08_sequence")
 
 
 def test_what_the_lab_counted_is_what_the_page_predicts(page, lab):

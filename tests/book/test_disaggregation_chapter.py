@@ -1,29 +1,18 @@
 """Chapter 11 predicts what lab 11 ran: bytes are equal, waits go by the account; its tables say what its prose says."""
 
-import importlib.util
-import json
-from pathlib import Path
 
 import pytest
-import yaml
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
-FACTS = {fact["id"]: fact["expected"] for fact in yaml.safe_load((ROOT / "tests" / "data" / "facts.yaml").read_text())}
+from chapters import FACTS, drawing, figures_of, numbers_of
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "11_disaggregation.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("11_disaggregation")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "11_disaggregation.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("11_disaggregation")
 
 
 def test_what_the_lab_counted_is_what_the_page_predicts(page, lab):
@@ -45,9 +34,7 @@ def test_waits_follow_the_account(page, lab):
 
 
 def test_the_figures_lines_are_the_pages(page):
-    spec = importlib.util.spec_from_file_location("drawn", ROOT / "book" / "figures" / "disaggregation.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = drawing("disaggregation")
     for kind in module.NAMES:
         for times in (0.2, 0.5, 1.25):
             assert module.exposed(kind, times) == pytest.approx(page["account"](kind, times))

@@ -1,26 +1,18 @@
 """Chapter 3 predicts what lab 3 ran: what it computes with is what the lab recorded."""
 
-import json
-from pathlib import Path
 
 import pytest
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
+from chapters import figures_of, numbers_of
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "03_collectives.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("03_collectives")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "03_collectives.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("03_collectives")
 
 
 def test_both_have_the_same_link_and_sizes(page, lab):

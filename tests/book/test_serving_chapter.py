@@ -1,38 +1,24 @@
 """Chapter 10 predicts what lab 10 ran: what is counted is equal; and what its prose says of the numbers is so."""
 
-import importlib.util
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import yaml
-from computed import fresh, recorded
-from pages import read
-
-ROOT = Path(__file__).parents[2]
-FACTS = {fact["id"]: fact["expected"] for fact in yaml.safe_load((ROOT / "tests" / "data" / "facts.yaml").read_text())}
+from chapters import FACTS, drawing, figures_of, numbers_of
 
 
 @pytest.fixture(scope="module")
 def page():
-    known = fresh()
-    for block in read((ROOT / "book" / "10_serving.md").read_text(encoding="utf-8")).all("numbers"):
-        exec("\n".join(block.body), known)
-    return known
+    return numbers_of("10_serving")
 
 
 @pytest.fixture(scope="module")
 def lab():
-    return recorded(json.loads((ROOT / "labs" / "10_serving.ipynb").read_text(encoding="utf-8")))["figures"]
+    return figures_of("10_serving")
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    spec = importlib.util.spec_from_file_location("serving", ROOT / "book" / "figures" / "serving.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return drawing("serving")
 
 
 def test_what_the_lab_counted_is_what_the_page_predicts(page, lab):
