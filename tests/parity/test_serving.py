@@ -11,7 +11,7 @@ import pytest
 import torch
 from served import build, expected, prompts, requests, texts
 
-from shardlab.parallel import expert, layout, pipeline, tensor
+from shardlab.parallel import context, expert, layout, pipeline, tensor
 from shardlab.serve import Engine, KVLayout, Request, VirtualClock, mixed, prefill_first, sampled
 from shardlab.specs import Layout
 
@@ -255,3 +255,14 @@ def test_a_refused_request_stops_nobody(pool):
     assert "33 tokens and 3 new ones need 9 blocks, and there are 4: 17 tokens" in answers[0][0]
     assert answers[1] == ("", expected()[0][0][:3]) and told == followed == answers[1][1]
     assert "2049 tokens" in answers[2][0] and "made for 2048" in answers[2][0]
+
+
+def of_a_cut_sequence(world):
+    with pytest.raises(ValueError, match=r"sequence is cut.*cut by heads, stages or experts"):
+        Engine(context.cut(build(), world), blocks=4, group=world)
+    return True
+
+
+def test_a_cut_sequence_is_not_served(pool):
+    """Its attention would wait for keys that go round, or attend to others' tokens."""
+    assert pool(2).run(of_a_cut_sequence) == [True, True]

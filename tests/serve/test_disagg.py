@@ -2,6 +2,7 @@
 simulation's, and what is waited for the transfer is what the link takes, or as good as nothing.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -98,6 +99,19 @@ def test_one_token_needs_no_transfer_and_a_stop_ends_it(four):
                                                                                       strict=True)]
     cluster, answers = serve(four, [Request(r.number, r.prompt, 9, stop=r.stop) for r in first])
     assert texts(answers) == [text[:1] for text in expected()[0]] and returned(cluster)
+
+
+def test_a_request_that_the_model_was_not_made_for_is_refused(four):
+    long = Request(0, [1] * 2040, 10)
+    roomy = fresh(four)
+    for instance in roomy:
+        assert instance.scheduler.longest == 2048
+        assert "2049 tokens, and the model was made for 2048" in instance.scheduler.refusal(long)
+        assert "2049 tokens" not in instance.scheduler.refusal(Request(0, [1] * 2039, 10))
+    short = requests()[0]
+    cluster, answers = serve(four, [long, replace(short, number=1)], roomy)
+    assert "made for 2048" in answers[0].refused and answers[1].tokens == alone([short])[0]
+    assert returned(cluster)
 
 
 def test_short_prompts_stay_where_they_end(four):

@@ -3,11 +3,15 @@
 Tokens are equal, and so are the logits that they were chosen by, but for float32's rounding.
 """
 
+from random import Random
+
 import pytest
 import torch
 from served import KINDS, NEW, PROMPTS, apart, build, expected, plain, prompts, requests, serve, texts
 
 from shardlab.serve import Engine, Request, VirtualClock, WallClock, mixed, prefill_first, sampled
+from shardlab.serve.arrivals import gamma, mean_rate
+from shardlab.serve.workload import synthetic
 
 LONGEST = max(PROMPTS)
 ROUNDING = 2e-5  # of the largest logit
@@ -169,3 +173,47 @@ def test_by_chance_with_a_seed():
     assert said(1e-4, 1) == expected()[0]
     with pytest.raises(ValueError, match="likeliest"):
         sampled(0, 1)
+
+
+class Jittery:
+    """A clock that wakes up late, as sleeping does, and whose time goes on while a step is computed."""
+
+    def __init__(self, now=0.0):
+        self.time, self.random = now, Random(0)
+
+    def now(self):
+        return self.time
+
+    def wait_until(self, when):
+        self.time = max(self.time, when + self.random.uniform(0, 0.004))
+
+    def spend(self, batch):
+        self.time += self.random.uniform(0, 0.018)
+
+
+def given(clock, requests):
+    """(When each was due, when the engine took it), and the answers."""
+    engine, taken = Engine(build(), blocks=400, block_size=4, clock=clock), []
+    add = engine.scheduler.add
+
+    def noted(request):
+        taken.append((request.arrival, clock.now()))
+        return add(request)
+
+    engine.scheduler.add = noted
+    return taken, engine.run(requests)
+
+
+def test_requests_are_taken_at_the_rate_asked_for_however_late_the_engine_is():
+    """9 ms of work between requests 10 ms apart, and sleeps that end late: gap by gap it would be half the rate."""
+    taken, answers = given(Jittery(), synthetic(gamma(100.0, 0, 800), 1, 1, vocab=5))
+    assert mean_rate([now for _, now in taken]) == pytest.approx(100.0, rel=0.01)
+    assert all(now >= due for due, now in taken), "never early"
+    assert max(now - due for due, now in taken) < 0.3, "late, but no later at the end than in between"
+    assert all(len(answer.tokens) == 1 for answer in answers)
+
+
+def test_they_are_taken_in_order_of_time_and_the_overdue_at_once():
+    taken, _ = given(Jittery(5.0), [Request(i, [1], 1, t) for i, t in enumerate((9.0, 1.0, 7.0))])
+    assert [due for due, _ in taken] == [1.0, 7.0, 9.0]
+    assert taken[0][1] == 5.0 and 7.0 <= taken[1][1] < 7.1 and 9.0 <= taken[2][1] < 9.1

@@ -6,6 +6,7 @@ Both sides are in this process, joined by real channels. Caches hold what tells 
 import socket
 import threading
 import time
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
@@ -240,7 +241,7 @@ def test_the_rest_of_a_rank_that_is_gone_is_missed(sides):
 def test_sides_that_do_not_fit_say_so(other, says):
     """FAULTS SV24: before anything is sent."""
     width, total = other.pop("width", WIDTH), other.pop("total", 2)
-    ours, theirs = layout(), layout(total=total, **other).like(key=width)
+    ours, theirs = layout(), replace(layout(total=total, **other), key=width)
     assert not Held("model", ours).unlike(Held("model", layout(1, 2, block_size=16)))
     assert says in Held("model", ours).unlike(Held("model", theirs))
     assert "one serves this, the other that" in Held("this", ours).unlike(Held("that", ours))

@@ -1,6 +1,5 @@
-"""Arrivals at the rate asked for, requests as long as asked for, and a replay that does not drift."""
+"""Arrivals at the rate asked for, and requests as long as asked for."""
 
-import random
 from array import array
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardlab.serve.arrivals import drifting, gamma, mean_rate, poisson
 from shardlab.serve.request import Request
-from shardlab.serve.workload import Lengths, first, replay, rescale, synthetic
+from shardlab.serve.workload import Lengths, first, rescale, synthetic
 
 MANY = 40_000
 
@@ -122,41 +121,3 @@ def test_the_first_are_those_due_first():
     requests = [Request(i, [1], 1, t) for i, t in enumerate((3.0, 1.0, 2.0))]
     assert [r.number for r in first(requests, 2)] == [1, 2]
     assert [r.number for r in first(requests, 9)] == [1, 2, 0]
-
-
-class Jittery:
-    """A clock that wakes up late, as sleeping does, and whose time goes on when somebody works."""
-
-    def __init__(self):
-        self.time, self.random = 0.0, random.Random(0)
-
-    def now(self):
-        return self.time
-
-    def wait_until(self, when):
-        self.time = max(self.time, when + self.random.uniform(0, 0.004))
-
-    def work(self, seconds):
-        self.time += seconds
-
-
-def test_replayed_is_at_the_rate_asked_for_however_late_the_one_who_takes_them():
-    """10 ms of work between requests 10 ms apart, and sleeps that end late: gap by gap it would be half the rate."""
-    clock, given = Jittery(), []
-    requests = synthetic(gamma(100.0, 0, 2000), 1, 1, vocab=5)
-    for request in replay(requests, clock):
-        given.append((request.arrival, clock.now()))
-        clock.work(clock.random.uniform(0, 0.018))
-    assert mean_rate([now for _, now in given]) == pytest.approx(100.0, rel=0.01)
-    assert all(now >= due for due, now in given), "never early"
-    assert max(now - due for due, now in given) < 0.3, "late, but no later at the end than in between"
-
-
-def test_replayed_in_order_of_time_and_the_overdue_at_once():
-    clock = Jittery()
-    clock.time = 5.0
-    requests = [Request(i, [1], 1, t) for i, t in enumerate((9.0, 1.0, 7.0))]
-    seen = [(request.number, clock.now()) for request in replay(requests, clock)]
-    assert [number for number, _ in seen] == [1, 2, 0]
-    assert seen[0][1] == 5.0 and 7.0 <= seen[1][1] < 7.1 and 9.0 <= seen[2][1] < 9.1
-    assert list(replay([], clock)) == []

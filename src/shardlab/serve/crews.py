@@ -37,6 +37,7 @@ class Crews:
         if len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("two replicas have the same name, by which they are known")
         self.pids: dict[str, list[int]] = {}
+        self.longest: dict[str, int] = {}  # tokens that each replica's model was made for
         self.ledgers: dict[str, list[Ledger]] = {}  # of each replica's ranks, once it was closed
         self.ended: dict[str, Exception | None] = {}
         self._channels: dict[str, list[Channel]] = {}
@@ -133,6 +134,7 @@ class Crews:
                 case "broke":
                     raise RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
                 case "ready":
+                    self.longest[name] = said["longest"]
                     waits.discard((name, rank))
 
     def _run(self, name: str, post: Post) -> None:

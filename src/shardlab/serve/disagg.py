@@ -99,7 +99,7 @@ class Workers:
         self._began = None
         self.bytes: dict[Transfer, int] = {}  # that came, of those that arrived
         self.failed: dict[Transfer, str] = {}  # and why, of those that did not
-        self._instances = {name: replica.instance() for name, replica in self.replicas.items()
+        self._instances = {name: replica.instance(self.crews.longest[name]) for name, replica in self.replicas.items()
                            if name not in self.crews.ended}
         return list(self._instances.values())
 

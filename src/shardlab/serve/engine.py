@@ -85,19 +85,11 @@ class Engine:
         self.cache = PagedCache(layout, blocks, next(model.parameters()).device)
         self.runner = Runner(model, self.cache, group, together, choose)
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, policy, most=most, watermark=watermark)
+        self.scheduler = Scheduler(self.pool, policy, most=most, watermark=watermark,
+                                   longest=model.spec.max_positions)
         self.clock = clock or WallClock()
-        self.spec = model.spec
         self.log = list[tuple[list[tuple[int, int]], float]]()  # of each step, its work and its seconds
         self.plans = list[tuple]()  # and what was decided
-
-    def submit(self, request: Request) -> Answer:
-        """Let a request wait; its answer fills as steps are made. One that can't be served says why in `refused`."""
-        positions = len(request.prompt) + request.new_tokens - 1
-        if self.spec.max_positions and positions > self.spec.max_positions:
-            return Answer(request, refused=f"{positions} tokens, and {self.spec.name} was made for "
-                                           f"{self.spec.max_positions}: shorten the prompt or ask for fewer")
-        return self.scheduler.add(request)
 
     def run(self, requests: Sequence[Request] = ()) -> list[Answer]:
         """Answer the requests, each from its arrival on: on rank 0 their answers, in order; elsewhere none, and
@@ -114,7 +106,7 @@ class Engine:
         while True:
             while due and due[0].arrival <= self.clock.now():
                 request = due.popleft()
-                answers[request.number] = self.submit(request)
+                answers[request.number] = self.scheduler.add(request)
             if not self.step(bool(due)):
                 return [answers[number] for number in numbers]
             if not self.runner.worked and due:

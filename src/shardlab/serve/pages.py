@@ -7,7 +7,7 @@ other; attention alone has to know where each begins, and gets for each the keys
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -44,7 +44,11 @@ class KVLayout:
     @classmethod
     def of(cls, model: Transformer, block_size: int = 16, dtype: str | None = None) -> KVLayout:
         """The layout of what `model`, plain or cut over a tensor axis and a pipeline, caches on this rank; `dtype` None
-        is the model's own. Raises ValueError where a rank has several stages of a pipeline, or none."""
+        is the model's own. Raises ValueError where a rank has several stages of a pipeline, or none, and where the
+        sequence is cut."""
+        if hasattr(model, "context"):
+            raise ValueError("this model's sequence is cut, and its attention goes round a ring, which knows no cache: "
+                             "serve the plain model, or one that is cut by heads, stages or experts")
         spec, layers = model.spec, _layers(model)
         attention = next(iter(model.layers.values() if isinstance(model.layers, torch.nn.ModuleDict)
                               else model.layers)).self_attn
@@ -70,13 +74,6 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of a block in all layers."""
         return self.token_bytes * self.block_size * len(self.layers)
-
-    def blocks_in(self, nbytes: int) -> int:
-        """How many blocks `nbytes` have room for."""
-        return nbytes // self.block_bytes
-
-    def like(self, **other: object) -> KVLayout:
-        return replace(self, **other)  # type: ignore[arg-type]
 
 
 def heads_of(rank: int, p: int, total: int) -> range:

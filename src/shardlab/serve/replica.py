@@ -29,10 +29,11 @@ class Replica:
     most: int = 256
     watermark: float = 0.0
 
-    def instance(self) -> Instance:
-        """What the control plane knows of it, with an empty pool."""
+    def instance(self, longest: int) -> Instance:
+        """What the control plane knows of it, with an empty pool; `longest` is how many tokens its model was made for.
+        """
         scheduler = Scheduler(BlockPool(self.blocks, self.block_size), self.policy, most=self.most,
-                              watermark=self.watermark)
+                              watermark=self.watermark, longest=longest)
         return Instance(self.name, scheduler, self.role, self.layout.world_size)
 
 

@@ -90,7 +90,7 @@ class Worker:
         threading.Thread(target=self.let_in, args=(data,), daemon=True).start()
         with suppress(Closed):  # another has ended: that is what is to be told, and is
             if self.reach(tensor_axis):
-                self.tell("ready")
+                self.tell("ready", longest=model.spec.max_positions)
         self.runner = Runner(model, self.cache, group if group.size() > 1 else None, choose=post.choose)
         threading.Thread(target=self.hear, daemon=True).start()
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..specs.check import number, whole
 from .arrivals import draws, drifting, mean_rate
 from .request import Request
-
-if TYPE_CHECKING:
-    from .engine import Clock
-
 
 AFTERNOON = (5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 7.5, 10.4, 10.4, 4.5, 4.0, 4.0)  # requests/s, each for five minutes
 
@@ -96,14 +91,3 @@ def rescale(requests: Sequence[Request], rate: float) -> list[Request]:
 def first(requests: Sequence[Request], count: int) -> list[Request]:
     """The `count` that are due first (all, if there are fewer), in that order."""
     return sorted(requests, key=lambda request: request.arrival)[: whole("count", count)]
-
-
-def replay(requests: Sequence[Request], clock: Clock) -> Iterator[Request]:
-    """Each request when it is due on a clock that starts with the run.
-
-    It is waited for until a time, not for a gap: what whoever takes them loses on one does not put off the next, and
-    the offered rate is the one asked for. One that is overdue is given at once.
-    """
-    for request in sorted(requests, key=lambda request: request.arrival):
-        clock.wait_until(request.arrival)
-        yield request
