@@ -74,9 +74,9 @@ def hour() -> Picture:
     upper.bar(range(60), loads, width=0.85, align="edge",
               color=[LINES[1] if load > 1 else LINES[0] for load in loads])
     upper.axhline(1, color=INK, linewidth=1.2, linestyle="--")
-    upper.text(0, 1.03, "all that one server does", fontsize=14, color=INK, va="bottom")
+    upper.text(1, 1.04, "all that one server does", fontsize=14, color=INK, va="bottom")
     upper.set_ylim(0, 1.35)
-    upper.set_ylabel("work that comes", fontsize=14, color=INK)
+    upper.set_ylabel("work, s a second", fontsize=14, color=INK)
     lower.plot([m + 0.5 for m in range(60)], firsts, color=LINES[1], linewidth=2.8)
     lower.set_ylim(0, 30)
     lower.set_ylabel("first token, s", fontsize=14, color=INK)

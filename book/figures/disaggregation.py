@@ -66,10 +66,10 @@ def protocol() -> Picture:
         axes.text(reserved, top - 1.6, "RESERVE", fontsize=14, color=INK, va="center")
         seal = PREFILL + waits
         axes.plot([seal, seal], [top - 2.4, top - 0.1], color=INK, linewidth=1, linestyle=":")
-        axes.text(seal, top - 2.45, "SEAL, ACK", fontsize=14, color=INK, va="top")
+        axes.text(seal, top - 2.45, "SEAL, ACK, FREE", fontsize=14, color=INK, va="top")
         axes.text(PREFILL - 0.02, top - 2.45, "first token", fontsize=14, color=INK, va="top", ha="right")
         axes.plot([PREFILL, PREFILL], [top - 2.4, top + 0.9], color=INK, linewidth=1, linestyle=":")
-    axes.set_xlim(-0.01, 2.25)
+    axes.set_xlim(-0.01, 2.45)
     axes.set_ylim(-8.0, 1.9)
     axes.set_axis_off()
     names = {"prefill": "a layer of the prompt", "link": "its cache, sent", "decode": "further tokens"}

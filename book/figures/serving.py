@@ -196,7 +196,8 @@ def timeline() -> Picture:
                 if has:
                     axes.add_patch(Rectangle((1e3 * left, y), 1e3 * (right - left), 0.26, facecolor=colour,
                                              edgecolor="white", linewidth=0.7))
-    axes.plot([500, 500], [-3.1, 0.6], color=INK, linewidth=1, linestyle=":")
+    for i in range(3):  # below each name
+        axes.plot([500, 500], [-1.5 * i - 0.1, -1.5 * i + 0.6], color=INK, linewidth=1, linestyle=":")
     axes.text(506, -3.12, "the prompt comes", fontsize=14, color=INK, va="top")
     axes.set_xlim(1e3 * shown[0], 1e3 * shown[1])
     axes.set_ylim(-3.55, 1.0)

@@ -56,7 +56,8 @@ def test_the_70b_s_decision(page):
     assert all(a.tpot > b.tpot and a.per_card > b.per_card for a, b in pairwise(cuts))
     assert page["narrow"].chosen.cards < page["best"].chosen.cards < page["peak"].chosen.cards <= 8
     over, row, copy = (way[page[name]] for name in ("tp16", "row", "tp8"))
-    assert over.tpot < copy.tpot and over.rate.rate < 1.3 * copy.rate.rate
+    assert page["near16"].tpot < copy.tpot < over.tpot and over.rate.rate < 1.3 * copy.rate.rate
+    assert all(some[page["row"]].rate.rate > 0.9 * 2 * some[page["tp8"]].rate.rate for some in (way, far))
     assert row.room.requests > 2 * copy.room.requests and row.rate.rate < 2 * copy.rate.rate
     assert far[page["tp16"]].rate.rate < 1.3 * far[page["tp8"]].rate.rate
     assert 200 <= page["requests_that_fit"](64 * 2**30, page["llama"], 8192, page["tp8"]) == 204

@@ -70,6 +70,7 @@ def test_a_budget_does_as_much_as_a_good_split_and_the_wrong_one_less(page, lab)
     budgets = lab["kept_mixed"], lab["kept_mixed256"]
     assert max(lab["kept_first"], lab["kept_seven"]) < min(budgets)
     assert abs(max(budgets) - lab["kept_five"]) < 0.05
+    assert page["pays"].prefill == 6 and lab["kept_six"] < min(budgets) - 0.1  # the best, by means
     two, six = 2 * page["answers"], 6 * page["prompts"]
     assert two < six and page["longer"].prefill < page["pays"].prefill
     assert page["longer"].two > two

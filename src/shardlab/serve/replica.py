@@ -29,7 +29,7 @@ class Replica:
     most: int = 256
     watermark: float = 0.0
 
-    def instance(self, longest: int) -> Instance:
+    def instance(self, longest: int | None = None) -> Instance:
         """What the control plane knows of it, with an empty pool; `longest` is how many tokens its model was made for.
         """
         scheduler = Scheduler(BlockPool(self.blocks, self.block_size), self.policy, most=self.most,
