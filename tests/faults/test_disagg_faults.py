@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from apart import alone, fresh, returned, right, serve, slow, workers
+from apart import BLOCKS, SIZE, alone, fresh, returned, right, serve, slow, workers
 from clusters import Watched
 from processes import family
 from served import SIZES, build, expected, prompts, requests, texts
@@ -197,6 +197,24 @@ def test_a_replica_that_hangs_is_ended(tmp_path):
 
 
 @linux
+def test_a_replica_that_hangs_in_a_step_is_ended():
+    """Nothing is on its way to or from it: what it was at is answered by the other."""
+    replicas = [Replica(name, BLOCKS, block_size=SIZE) for name in ("a", "b")]
+    with Workers(build, replicas, patience=2.0, timeout=300) as world:
+        stopped = []
+
+        def stop(cluster):
+            if not stopped and cluster.instances[0].working:
+                stopped.append(True)
+                os.kill(world.crews.pids["a"][0], signal.SIGSTOP)
+
+        cluster = Watched(fresh(world), world, after=stop)
+        answers = cluster.run(requests())
+        assert right(cluster, answers) and stopped
+        assert gone(world.crews.pids["a"]) and len(world.instances()) == 1
+
+
+@linux
 def test_with_the_parent_all_go(tmp_path):
     """kill -9 of the control plane, in the middle of a run."""
     script = tmp_path / "parent.py"
@@ -255,6 +273,29 @@ def test_an_error_in_a_replica_is_the_readers():
     with workers(1, 1, made=made) as world:
         with pytest.raises(RankError, match="layer 1 stumbles"):
             serve(world, requests())
+        with pytest.raises(RuntimeError, match=r"nothing more can be served here: .*layer 1 stumbles"):
+            world.instances()
+
+
+def test_after_their_end_replicas_serve_nothing():
+    with workers(1, 1) as world:
+        instances = fresh(world)
+    with pytest.raises(RuntimeError, match="closed"):
+        serve(world, requests(), instances)
+    with pytest.raises(RuntimeError, match="closed"):
+        world.instances()
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    (dict(wire="int4"), "int4"), (dict(patience=float("nan")), "patience"), (dict(patience=0), "patience"),
+])
+def test_what_is_asked_wrongly_is_said_before_anything_starts(how, says):
+    with pytest.raises(ValueError, match=says):
+        Workers(build, [Replica("a", BLOCKS)], **how)
+    with pytest.raises(ValueError, match="0 replicas"):
+        Workers(build, [])
+    with pytest.raises(ValueError, match="'prefil': use one of both, prefill, decode"):
+        Replica("a", BLOCKS, "prefil")
 
 
 def test_an_error_at_the_start_is_too():

@@ -101,16 +101,18 @@ def test_one_token_needs_no_transfer_and_a_stop_ends_it(four):
     assert texts(answers) == [text[:1] for text in expected()[0]] and returned(cluster)
 
 
-def test_a_request_that_the_model_was_not_made_for_is_refused(four):
+def test_a_request_that_the_model_was_not_made_for_is_refused_and_stops_nobody(four):
     long = Request(0, [1] * 2040, 10)
     roomy = fresh(four)
     for instance in roomy:
-        assert instance.scheduler.longest == 2048
+        assert instance.scheduler.limits == (2048, SIZES["vocab"])
         assert "2049 tokens, and the model was made for 2048" in instance.scheduler.refusal(long)
         assert "2049 tokens" not in instance.scheduler.refusal(Request(0, [1] * 2039, 10))
     short = requests()[0]
-    cluster, answers = serve(four, [long, replace(short, number=1)], roomy)
+    strange = [Request(2 + i, [1, token], 3) for i, token in enumerate((-1, SIZES["vocab"], 2**65))]
+    cluster, answers = serve(four, [long, replace(short, number=1), *strange], roomy)
     assert "made for 2048" in answers[0].refused and answers[1].tokens == alone([short])[0]
+    assert all(f"outside the vocabulary of {SIZES['vocab']}" in answer.refused for answer in answers[2:])
     assert returned(cluster)
 
 

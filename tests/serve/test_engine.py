@@ -181,6 +181,9 @@ class Jittery:
     def __init__(self, now=0.0):
         self.time, self.random = now, Random(0)
 
+    def begin(self):
+        pass
+
     def now(self):
         return self.time
 
@@ -217,3 +220,27 @@ def test_they_are_taken_in_order_of_time_and_the_overdue_at_once():
     taken, _ = given(Jittery(5.0), [Request(i, [1], 1, t) for i, t in enumerate((9.0, 1.0, 7.0))])
     assert [due for due, _ in taken] == [1.0, 7.0, 9.0]
     assert taken[0][1] == 5.0 and 7.0 <= taken[1][1] < 7.1 and 9.0 <= taken[2][1] < 9.1
+
+
+def test_a_second_run_counts_from_its_own_start():
+    engine = Engine(build(), blocks=40, block_size=4, clock=VirtualClock(lambda work: 1.0))
+    first, second = (engine.run([Request(i, [3, 5], 2)])[0] for i in range(2))
+    assert first.times == second.times == [1.0, 2.0] and first.tokens == second.tokens
+
+
+@pytest.mark.parametrize("token", [-1, 101, 2**65])
+def test_a_token_that_there_is_not_is_refused_and_the_engine_goes_on(token):
+    engine = Engine(build(), blocks=40, block_size=4)
+    bad, good = engine.run([Request(0, [1, token], 2), Request(1, prompts()[0], 3)])
+    assert f"token {token} of its prompt is outside the vocabulary of 101" in bad.refused and not bad.tokens
+    assert good.tokens == expected()[0][0][:3] and engine.pool.free == 40
+
+
+def test_a_prompt_may_be_a_tensor_and_is_known_again():
+    ids = prompts()[5]
+    engine = Engine(build(), blocks=80, block_size=4)
+    answers = engine.run([Request(0, ids, 3)]) + engine.run([Request(1, torch.tensor(ids), 3)])
+    assert answers[0].tokens == answers[1].tokens and answers[1].cached == (len(ids) - 1) // 4 * 4
+    for wrong in ([1.5, 2.0], torch.tensor([[1, 2]]), torch.tensor([0.5]), "abc"):
+        with pytest.raises(ValueError, match="whole numbers"):
+            Request(2, wrong, 1)

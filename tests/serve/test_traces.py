@@ -52,6 +52,7 @@ GOOD = '{"timestamp": 0, "input_length": 513, "output_length": 5, "hash_ids": [0
     (azure, HEAD + "2023-11-16 18:15:46,many,44\n", "line 3: ContextTokens must be a whole number .* 1, not 'many'"),
     (azure, HEAD + "2023-11-16 18:15:46,374,0\n", "line 3: GeneratedTokens must be a whole number .* 1, not 0"),
     (azure, HEAD + "2023-11-16 18:15:46,374,-5\n", "line 3: GeneratedTokens must be a whole number .* 1, not '-5'"),
+    (azure, HEAD + "2023-11-16 18:15:46,99999999999999,44\n", "line 3: ContextTokens is 99,999,999,999,999, and no"),
     (mooncake, "\n", "has no requests"),
     (mooncake, GOOD + "{\n", "line 2: Expecting property name"),
     (mooncake, GOOD + "[0, 1]\n", "line 2: a JSON object with timestamp, .* should be here, not \\[0, 1\\]"),

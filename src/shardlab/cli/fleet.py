@@ -14,6 +14,7 @@ from ..cost.serve_step import ServeStep, serve_step
 from ..serve import Answer, BlockPool, Request, Scheduler, mixed, prefill_first
 from ..serve.cluster import Cluster
 from ..serve.events import Instance, Role
+from ..serve.request import Limits
 from ..serve.router import LeastOutstanding
 from ..serve.simulate import Simulated, Wire
 from ..specs import ClusterSpec, Layout, find_card, find_link
@@ -68,6 +69,10 @@ class Fleet:
         return {"prefill": tp * self.roles["prefill"], "decode": tp * self.roles["decode"]}
 
     @property
+    def vocab(self) -> int:
+        return self.step.spec.vocab
+
+    @property
     def title(self) -> str:
         who = [f"{count} {role}" for role, count in self.roles.items() if count and role != "both"]
         if both := self.roles["both"]:
@@ -77,8 +82,9 @@ class Fleet:
 
     def answer(self, requests: Sequence[Request], seed: int) -> list[Answer]:
         """Simulate a run, with a progress bar."""
-        instances = [Instance(f"{role} {i}", Scheduler(BlockPool(self.blocks, BLOCK), prefill_first() if
-                                                       role == "prefill" else mixed(self.budget)), role)
+        instances = [Instance(f"{role} {i}", Scheduler(
+            BlockPool(self.blocks, BLOCK), prefill_first() if role == "prefill" else mixed(self.budget),
+            limits=Limits.of(self.step.spec)), role)
                      for role, count in self.roles.items() for i in range(count)]
         with tqdm(total=len(requests), unit="request", disable=None) as bar:
             cluster = Cluster(Simulated(lambda instance, work: self.step(work), self.wire), instances,

@@ -15,7 +15,7 @@ from .terminal import refuse
 if TYPE_CHECKING:
     from ..serve import Answer, Request
 
-VOCAB = 32_000  # token ids of simulated prompts: nobody reads them
+LONGEST = 10**6  # tokens of a drawn length, on average
 
 
 def serve_bench(
@@ -58,12 +58,12 @@ def serve_bench(
             from .fleet import Fleet
 
             fleet = Fleet.of(model, card, tp, replicas, prefill, decode, link, budget, blocks)
-            given = asked(trace, requests, rate, cv, prompt, answer, seed, VOCAB)
+            given = asked(trace, requests, rate, cv, prompt, answer, seed, fleet.vocab)
             answers, said, cards = fleet.answer(given, seed), fleet.title, fleet.cards
         else:
             from .real import Served
 
-            served = Served.of(real, tp, budget, blocks or 1024)
+            served = Served.of(real, tp, budget, 1024 if blocks is None else blocks)
             given = asked(trace, requests, rate, cv, prompt, answer, seed, served.vocab)
             answers, said, cards = served.answer(given), served.title, tp
         if all(each.refused for each in answers):
@@ -85,10 +85,14 @@ def asked(trace: Path | None, count: int, rate: float | None, cv: float, prompt:
 
     if count < 1:
         raise ValueError(f"--requests must be 1 or more, not {count}")
+    for name, value in (("prompt", prompt), ("answer", answer)):
+        if not 0 < value <= LONGEST:
+            raise ValueError(f"--{name} {value:g}: give a number above 0, up to {LONGEST:,}")
     if trace is None:
         # spread about as much as in the traces
         lengths = [workload.Lengths(mean, 0.8, most=int(8 * mean) + 1) for mean in (prompt, answer)]
-        return workload.synthetic(arrivals.gamma(rate or 4.0, cv, count, seed), lengths[0], lengths[1], vocab, seed)
+        due = arrivals.gamma(4.0 if rate is None else rate, cv, count, seed)
+        return workload.synthetic(due, lengths[0], lengths[1], vocab, seed)
     if trace.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"--trace {trace}: a trace is .csv, in Azure's format, or .jsonl, in Mooncake's")
     read = traces.azure if trace.suffix == ".csv" else traces.mooncake

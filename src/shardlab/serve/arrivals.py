@@ -20,12 +20,15 @@ def draws(seed: int, what: str) -> np.random.Generator:
 def gamma(rate: float, cv: float, count: int, seed: int = 0) -> list[float]:
     """`count` arrivals at `rate` a second, gaps gamma-distributed with a coefficient of variation `cv`.
 
-    `cv` is standard deviation over mean: 0 is evenly spaced, 1 is Poisson, and above that they come in bursts.
+    `cv` is standard deviation over mean: 0 is evenly spaced, 1 is Poisson, and above that they come in bursts. Raises
+    ValueError on one that is neither 0 nor between 0.001 and 1000.
     """
     rate, count = number("rate", rate), whole("count", count)
     if cv == 0:
         return [(i + 1) / rate for i in range(count)]
-    shape = 1 / number("cv", cv) ** 2
+    if not 1e-3 <= number("cv", cv) <= 1e3:
+        raise ValueError(f"cv = {cv:g}: give 0 for even gaps, or a number from 0.001 to 1000")
+    shape = 1 / cv**2
     return np.cumsum(draws(seed, "gaps").gamma(shape, 1 / (shape * rate), count)).tolist()
 
 

@@ -16,6 +16,7 @@ from ..comm import Ledger
 from ..comm.channel import Channel, Closed, connect
 from ..launch import Ranks, ranks
 from .replica import Replica
+from .request import Limits
 from .worker import COMMANDS, Post, work
 
 START_LIMIT = 120.0  # seconds until all replicas have built their models and found each other
@@ -37,7 +38,7 @@ class Crews:
         if len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("two replicas have the same name, by which they are known")
         self.pids: dict[str, list[int]] = {}
-        self.longest: dict[str, int] = {}  # tokens that each replica's model was made for
+        self.limits: dict[str, Limits] = {}  # of each replica's model
         self.ledgers: dict[str, list[Ledger]] = {}  # of each replica's ranks, once it was closed
         self.ended: dict[str, Exception | None] = {}
         self._channels: dict[str, list[Channel]] = {}
@@ -134,7 +135,7 @@ class Crews:
                 case "broke":
                     raise RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
                 case "ready":
-                    self.longest[name] = said["longest"]
+                    self.limits[name] = Limits(*said["limits"])
                     waits.discard((name, rank))
 
     def _run(self, name: str, post: Post) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from ..launch import RankExited
 from ..model.transformer import Transformer
 from ..specs import LinkSpec
+from ..specs.check import number
 from .batch import Batch
 from .crews import Crews
 from .events import Arrived, Event, Instance, Lost, Moved, Stepped, Stream
@@ -51,25 +52,28 @@ class Workers:
 
     `build()` makes the plain model, in each rank: with the same weights everywhere. Caches travel over `link`, slowed
     to its α and β, each replica with one port, or as fast as the machine can; `wire="int8"` sends caches of other
-    numbers as bytes with scales. A transfer that takes longer than `patience` seconds has failed; one that can't be
-    ended in as long is ended with the replica that hangs. `timeout` is how long replicas live at most, in seconds,
-    `threads` how many PyTorch has in each rank. `ledger` keeps all messages of all ranks, until they are closed.
+    numbers as bytes with scales. What takes longer than `patience` seconds has failed: a transfer is done again; a
+    replica that hangs in a step, or can't end a transfer, is ended. `timeout` is how long replicas live at most, in
+    seconds, `threads` how many PyTorch has in each. `ledger` keeps all messages of all ranks, until they are closed.
     `spoil` sees each message before it is sent, and may damage it.
 
-    Raises ValueError where replicas can't take each other's caches, RankError with the rank's traceback where one
-    fails at its start, and RuntimeError where they did not start in time.
+    Raises ValueError without replicas, on another `wire` or `patience`, and where replicas can't take each other's
+    caches, RankError with the rank's traceback where one fails at its start, RuntimeError where they start too late.
     """
 
     def __init__(self, build: Callable[[], Transformer], replicas: Sequence[Replica], *, link: LinkSpec | None = None,
                  wire: Literal["int8"] | None = None, patience: float = 60.0, timeout: float = 3600.0,
                  threads: int = 1, choose: Choose = likeliest, ledger: bool = False, spoil: Spoil | None = None):
-        self.replicas, self.patience = {replica.name: replica for replica in replicas}, patience
+        if not replicas or wire not in (None, "int8"):
+            raise ValueError(f"{len(replicas)} replicas and wire={wire!r}: give one or more, and \"int8\" or None")
+        self.replicas, self.patience = {replica.name: replica for replica in replicas}, number("patience", patience)
+        self._broken: Exception | None = None  # why no more is done here
         self._instances = dict[str, Instance]()
-        self._running = dict[str, tuple[Instance, Batch]]()
+        self._running = dict[str, tuple[Instance, Batch, float]]()  # and until when
         self._moving = dict[int, Moving]()
         self._events = deque[Event]()
         self._began: float | None = None
-        self._serial, self._count = 0, 0
+        self._serial = self._count = 0
         targets = [replica.name for replica in replicas if replica.role == "decode"]
 
         def post(name: str, sockets: dict[str, list[str]], clocks: str) -> Post:
@@ -89,8 +93,10 @@ class Workers:
     def instances(self) -> list[Instance]:
         """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them.
 
-        What an earlier cluster has left under way is given up, and waited for.
+        What an earlier cluster has left under way is given up, and waited for. Raises RuntimeError once they are closed
+        or a rank has failed: make new ones.
         """
+        self._check()
         self._due = list[tuple[float, int, Answer]]()
         for moving in [each for each in self._moving.values() if each.waits is None]:
             self.cancel(moving.transfer)
@@ -99,13 +105,18 @@ class Workers:
         self._began = None
         self.bytes: dict[Transfer, int] = {}  # that came, of those that arrived
         self.failed: dict[Transfer, str] = {}  # and why, of those that did not
-        self._instances = {name: replica.instance(self.crews.longest[name]) for name, replica in self.replicas.items()
+        self._instances = {name: replica.instance(self.crews.limits[name]) for name, replica in self.replicas.items()
                            if name not in self.crews.ended}
         return list(self._instances.values())
 
     def close(self) -> None:
         """End all replicas; returns when they are gone."""
+        self._broken = self._broken or RuntimeError("these replicas are closed")
         self.crews.close()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"nothing more can be served here: {self._broken}") from self._broken
 
     # what a Cluster asks of a world
 
@@ -119,7 +130,7 @@ class Workers:
         heapq.heappush(self._due, (answer.request.arrival, self._count, answer))
 
     def run(self, instance: Instance, batch: Batch, streams: Sequence[Stream] = ()) -> None:
-        self._running[instance.name] = instance, batch
+        self._running[instance.name] = instance, batch, time.monotonic() + self.patience
         self.crews.tell(instance.name, run_command(batch, [self._order(stream) for stream in streams]))
 
     def send(self, stream: Stream) -> None:
@@ -136,6 +147,7 @@ class Workers:
 
     def next(self) -> Event | None:
         while True:
+            self._check()
             if self._events:
                 return self._events.popleft()
             now = self.now()
@@ -146,12 +158,12 @@ class Workers:
                 continue
             if not (self._due or self._running or self._moving):
                 return None
+            ends = [each.deadline for each in self._moving.values() if each.deadline is not None]
+            ends += [deadline for _, _, deadline in self._running.values()]
             until = [self._due[0][0] - now] if self._due else []
-            until += [each.deadline - time.monotonic() for each in self._moving.values() if each.deadline is not None]
+            until += [deadline - time.monotonic() for deadline in ends]
             with suppress(Empty):
                 self._hear(*self.crews.hear(max(0.0, min(until)) if until else None))
-
-    # what the workers say
 
     def _hear(self, name: str, rank: int, said: Any) -> None:
         if rank < 0:
@@ -161,10 +173,11 @@ class Workers:
             return
         match said["did"]:
             case "ran":
-                instance, batch = self._running.pop(name)
+                instance, batch, _ = self._running.pop(name)
                 self._events.append(Stepped(instance, batch, dict(said["tokens"])))
             case "broke":
-                raise RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
+                self._broken = RuntimeError(f"a thread of rank {rank} of {name} has failed:\n{said['why']}")
+                raise self._broken
             case what if said["serial"] in self._moving:
                 self._moved(self._moving[said["serial"]], what, name, rank, said)
 
@@ -194,6 +207,10 @@ class Workers:
 
     def _look_at_deadlines(self) -> None:
         now = time.monotonic()
+        for name, (instance, batch, deadline) in list(self._running.items()):
+            if deadline <= now:
+                self.crews.kill(name)  # and hear of its end
+                self._running[name] = instance, batch, now + self.patience
         for moving in list(self._moving.values()):
             if moving.deadline is None or moving.deadline > now:
                 continue
@@ -207,13 +224,13 @@ class Workers:
 
     def _end(self, name: str, error: Exception | None) -> None:
         """A replica's ranks have ended."""
+        self._running.pop(name, None)
         if error is None:
             return
         if not isinstance(error, RankExited):
+            self._broken = error
             raise error
-        self._running.pop(name, None)
-        if name in self._instances:
-            self._events.append(Lost(self._instances[name]))
+        self._events += [Lost(self._instances[name])] if name in self._instances else []
         for moving in list(self._moving.values()):
             if moving.waits is not None:
                 moving.waits = {(each, rank) for each, rank in moving.waits if each != name}

@@ -17,7 +17,7 @@ from ..model.transformer import Transformer
 from .batch import Batch
 from .kv_cache import BlockPool
 from .pages import KVLayout, PagedCache
-from .request import Answer, Request
+from .request import Answer, Limits, Request
 from .runner import Choose, Runner, likeliest
 from .scheduler import Policy, Scheduler
 
@@ -26,6 +26,9 @@ StepTime = Callable[[list[tuple[int, int]]], float]  # of a batch's `work`, seco
 
 class Clock(Protocol):
     """What tells the time, in seconds from the start of a run."""
+
+    def begin(self) -> None:
+        """A run starts: it is 0."""
 
     def now(self) -> float: ...
 
@@ -39,6 +42,9 @@ class WallClock:
     """The machine's own time."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         self._start = time.monotonic()
 
     def now(self) -> float:
@@ -57,6 +63,9 @@ class VirtualClock:
 
     def __init__(self, step_time: StepTime):
         self._now, self._step_time = 0.0, step_time
+
+    def begin(self) -> None:
+        self._now = 0.0
 
     def now(self) -> float:
         return self._now
@@ -86,7 +95,7 @@ class Engine:
         self.runner = Runner(model, self.cache, group, together, choose)
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, policy, most=most, watermark=watermark,
-                                   longest=model.spec.max_positions)
+                                   limits=Limits.of(model.spec))
         self.clock = clock or WallClock()
         self.log = list[tuple[list[tuple[int, int]], float]]()  # of each step, its work and its seconds
         self.plans = list[tuple]()  # and what was decided
@@ -101,6 +110,7 @@ class Engine:
         numbers = [request.number for request in requests]
         if len(set(numbers)) < len(numbers):
             raise ValueError("two requests have the same number, by which the scheduler knows them")
+        self.clock.begin()
         due = deque(sorted(requests, key=lambda request: request.arrival))
         answers = dict[int, Answer]()
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from .batch import Batch
 from .request import Answer, Request
@@ -13,10 +13,17 @@ from .transfer import Transfer
 Role = Literal["both", "prefill", "decode"]
 
 
+def check_role(name: str, role: object) -> None:
+    """Raise ValueError on what is no role."""
+    if role not in get_args(Role):
+        raise ValueError(f"{name} has the role {role!r}: use one of {', '.join(get_args(Role))}")
+
+
 class Instance:
     """A replica as the control plane knows it: its name, what it is for, its scheduler, and what it is computing."""
 
     def __init__(self, name: str, scheduler: Scheduler, role: Role = "both", cards: int = 1):
+        check_role(name, role)
         self.name, self.scheduler, self.role, self.cards = name, scheduler, role, cards
         self.pool = scheduler.pool
         self.working: Batch | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..specs import Layout
-from .events import Instance
+from .events import Instance, Role, check_role
 from .kv_cache import BlockPool
+from .request import Limits
 from .scheduler import Policy, Scheduler
-
-Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,13 @@ class Replica:
     most: int = 256
     watermark: float = 0.0
 
-    def instance(self, longest: int | None = None) -> Instance:
-        """What the control plane knows of it, with an empty pool; `longest` is how many tokens its model was made for.
-        """
+    def __post_init__(self) -> None:
+        check_role(self.name, self.role)
+
+    def instance(self, limits: Limits | None = None) -> Instance:
+        """What the control plane knows of it, with an empty pool; `limits` are its model's."""
         scheduler = Scheduler(BlockPool(self.blocks, self.block_size), self.policy, most=self.most,
-                              watermark=self.watermark, longest=longest)
+                              watermark=self.watermark, limits=limits)
         return Instance(self.name, scheduler, self.role, self.layout.world_size)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..specs.check import whole
 from .batch import Batch, Item
 from .kv_cache import ROOT, BlockPool
-from .request import Answer, Request
+from .request import Answer, Limits, Request
 
 
 class Running:
@@ -62,16 +62,16 @@ class Scheduler:
 
     First come, first served: a request begins when the whole of what it has to compute fits, at most `most` at once,
     and with the share `watermark` of all blocks left over, unless none runs. Where a running request needs a block and
-    none is free, the youngest gives up its cache, and computes it again later: prompt and what it has made. `longest`
-    is how many tokens the model was made for, if there is a limit.
+    none is free, the youngest gives up its cache, and computes it again later: prompt and what it has made. `limits`
+    are the model's, if it has some.
     """
 
     def __init__(self, pool: BlockPool, policy: Policy | None = None, *, most: int = 256, watermark: float = 0.0,
-                 longest: int | None = None):
+                 limits: Limits | None = None):
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark = {watermark!r} is a share of the pool's blocks: from 0 to below 1")
         self.pool, self.policy, self.most = pool, policy or prefill_first(), whole("most", most)
-        self.spare, self.longest = int(watermark * pool.blocks), longest
+        self.spare, self.limits = int(watermark * pool.blocks), limits
         self.waiting: deque[Running] = deque()  # by age
         self.running: list[Running] = []  # by age
         self.preempted = 0
@@ -88,10 +88,9 @@ class Scheduler:
 
     def refusal(self, request: Request) -> str:
         """Why a request could never run to its end here; "" where it could."""
+        if self.limits is not None and (why := self.limits.refusal(request)):
+            return why
         tokens = len(request.prompt) + request.new_tokens - 1  # the last one made is not read again
-        if self.longest is not None and tokens > self.longest:
-            return (f"{tokens} tokens, and the model was made for {self.longest}: shorten the prompt or ask for fewer "
-                    "new ones")
         if self.pool.needed(tokens) <= self.pool.blocks:
             return ""
         return (f"{len(request.prompt)} tokens and {request.new_tokens} new ones need {self.pool.needed(tokens)} "

@@ -18,6 +18,7 @@ from .workload import tokens
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 BLOCK = 512  # tokens that one of Mooncake's hash_ids stands for
+MOST = 10**7  # tokens of a prompt: no model reads more, and a wrong column may say so
 Line = tuple[float, int, int, list[int]]  # seconds on the trace's clock, tokens in and out, ids of the prompt's blocks
 
 
@@ -82,7 +83,7 @@ def _azure_line(text: str) -> Line:
         at = datetime.fromisoformat(row[0]).replace(tzinfo=None)  # drops the seventh digit of a second
     except ValueError:
         raise ValueError(f"TIMESTAMP must be like 2023-11-16 18:15:46.6805900, not {row[0]!r:.60}") from None
-    length, new = (whole(name, int(value) if value.isdecimal() else value)
+    length, new = (_tokens(name, int(value) if value.isdecimal() else value)
                    for name, value in zip(COLUMNS[1:], row[1:], strict=True))
     return (at - datetime(1970, 1, 1)).total_seconds(), length, new, []
 
@@ -94,8 +95,14 @@ def _mooncake_line(text: str) -> Line:
     at, length, new, ids = (line[key] for key in KEYS)
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < float("inf"):
         raise ValueError(f"timestamp must be milliseconds, 0 or more, not {at!r}")
-    blocks = -(-whole("input_length", length) // BLOCK)
+    blocks = -(-_tokens("input_length", length) // BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks:
         found = f"{len(ids)} ids" if isinstance(ids, list) else f"{ids!r:.60}"
         raise ValueError(f"{length:,} tokens are {blocks} blocks of {BLOCK}, but hash_ids has {found}")
     return at / 1000, length, whole("output_length", new), [whole("a hash id", i, least=0) for i in ids]
+
+
+def _tokens(name: str, value: object) -> int:
+    if (count := whole(name, value)) > MOST:
+        raise ValueError(f"{name} is {count:,}, and no prompt has more than {MOST:,} tokens")
+    return count

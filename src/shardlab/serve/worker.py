@@ -29,6 +29,7 @@ from .batch import Batch
 from .inbox import Inbox
 from .outbox import Outbox, Reached, Spoil
 from .pages import KVLayout, PagedCache
+from .request import Limits
 from .runner import Choose, Runner, packed, unpacked
 from .transport import Held, Order, overlap, sends
 
@@ -90,7 +91,7 @@ class Worker:
         threading.Thread(target=self.let_in, args=(data,), daemon=True).start()
         with suppress(Closed):  # another has ended: that is what is to be told, and is
             if self.reach(tensor_axis):
-                self.tell("ready", longest=model.spec.max_positions)
+                self.tell("ready", limits=Limits.of(model.spec))
         self.runner = Runner(model, self.cache, group if group.size() > 1 else None, choose=post.choose)
         threading.Thread(target=self.hear, daemon=True).start()
 
