@@ -1,13 +1,21 @@
 """Requests a second in time: one pool against two on as many instances, and the numbers behind."""
 
+import math
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.cost import Load, Rate, best_split, colocated, colocated_at, decode_pool, md1_wait, prefill_pool, steady
-from shardlab.cost.serve_rates import keeps_at, prefill_seconds
+from shardlab.cost.serve_rates import first_token, in_a_step, keeps_at, prefill_seconds, waiting
+from shardlab.cost.serve_step import serve_step
+from shardlab.cost.why_not import alone
+from shardlab.serve import BlockPool, Cluster, Instance, RoundRobin, Scheduler, Simulated, mixed, prefill_first
+from shardlab.serve.arrivals import poisson
+from shardlab.serve.workload import synthetic
+from shardlab.specs import find_card, find_model
 
 FREE = Load(rate=1, prompt=1000, answer=100)
 
@@ -125,3 +133,53 @@ def test_a_pipeline_of_two_takes_prompts_twice_as_often_but_no_sooner():
 def test_a_load_that_is_none_is_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         replace(FREE, **wrong)
+
+
+def busiest(step, load, most):
+    """Requests a second of the simulator, of which more are asked than it can, by the best of some policies."""
+    asked = synthetic(poisson(3 * colocated(step, load, most).rate, 900 if load.prompt < 5000 else 200), load.prompt,
+                      load.answer, 1000)
+    best = 0.0
+    for policy in (prefill_first(), mixed(512), mixed(1024), mixed(8192)):
+        pool = BlockPool(most * -(-load.longest // 16) + most)
+        answers = Cluster(Simulated(lambda _, work: step(work)), [Instance("a", Scheduler(pool, policy, most=most))],
+                          RoundRobin()).run(asked)
+        best = max(best, len(answers) / max(answer.times[-1] for answer in answers))
+    return best
+
+
+@pytest.mark.parametrize(("prompt", "answer", "most"), [(10, 10, 256), (100, 10, 256), (1000, 100, 256),
+                                                         (8000, 300, 60)])
+def test_the_most_is_the_simulators(prompt, answer, most):
+    """Short prompts share steps: one a step would be a sixth of it for ten tokens, and half for a hundred."""
+    llama, load = find_model("llama-3.1-8b"), Load(rate=1, prompt=prompt, answer=answer)
+    step = serve_step(llama, None, alone(find_card("h100")))
+    assert colocated(step, load, most).rate == pytest.approx(busiest(step, load, most), rel=0.12)
+
+
+def test_prompts_share_a_step_as_many_as_come_meanwhile():
+    short = replace(FREE, prompt=10, answer=10)
+    assert in_a_step(short, 300, 250, 30) == 22 and in_a_step(short, 5, 250, 30) == 5 == in_a_step(short, 5, None, 0)
+    assert in_a_step(FREE, 300, 250, 30) == 1 and in_a_step(FREE, 300, None, 0) == 8
+
+    def one(m):
+        return prefill_seconds(step, short, None, 0, m)[1]
+
+    assert one(3) == step([(10, 10)] * 3) and prefill_seconds(step, short, None, 0, 3)[0] == one(3) / 3
+    for rate in (1, 100, 400, 900):
+        m = waiting(rate, 500, one)
+        assert rate * one(m) <= m and (m == 1 or rate * one(m - 1) > m - 1)
+    waits = [first_token(rate, 500, one, one(1)) for rate in (1, 100, 170, 180, 400, 900, 1500)]
+    assert waits == sorted(waits) and waits[0] == pytest.approx(md1_wait(1, one(1)) + one(1))
+    assert waits[4] == pytest.approx(1.5 * one(waiting(400, 500, one))) and first_token(5000, 500, one, one(1)) == inf
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: prefill_pool(step, FREE, after=-1), "after must be"), (lambda: decode_pool(step, FREE, math.nan), "most"),
+    (lambda: best_split(math.nan, 1, 4), "prefill must be"), (lambda: best_split(1, -1, 4), "decode must be"),
+    (lambda: steady(1, 10, step, context=9, most=9, prefill=math.nan), "prefill must be"),
+    (lambda: steady(1, 10, step, context=9, most=9, flight=0), "flight must be"),
+])
+def test_what_is_no_number_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -1,5 +1,6 @@
 """A step's time: its floors, what binds it, its collectives one by one, and published steps."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from shardlab.cost import (
     traffic,
 )
 from shardlab.cost.serve_parts import seen
+from shardlab.cost.why_not import alone
 from shardlab.specs import ClusterSpec, Layout, LinkSpec, find_card, find_link, find_model
 
 EIGHT, SEVENTY, V3, OSS = (find_model(name) for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3",
@@ -244,3 +246,11 @@ def test_a_bill_shows_its_parts_and_is_plain_data():
 def test_what_is_refused(spec, layout, how, said):
     with pytest.raises(ValueError, match=said):
         step_of(spec, layout, **how)
+
+
+@pytest.mark.parametrize("work", [(1, -1), (100, 10), (0, 5), (math.nan, 10)])
+def test_what_is_no_work_is_refused(work):
+    with pytest.raises(ValueError, match="is no work: one new token or more"):
+        serve_step(EIGHT, None, alone(find_card("h100")))([(1, 5), work])
+    with pytest.raises(ValueError, match="is no work"):
+        fit_steps([([(1, 5)], 1.0), ([(1, 5), work], 2.0)])

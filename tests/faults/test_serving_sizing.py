@@ -255,3 +255,11 @@ def test_sv33_a_prompt_that_takes_too_long_is_not_answered_with_replicas():
     assert hopeless.chosen is None and "change the cut (tp), the bits or the card" in hopeless.answer
     for copies in (1, 7):  # however little is asked for, however many copies
         assert capacity(EIGHT, H100, replace(load, rate=0.001 / copies), cards=1).chosen is None
+
+
+@pytest.mark.parametrize("plan", [why_not, capacity])
+def test_no_number_of_cards_reads_more_than_the_model_was_made_for(plan):
+    """A prompt beyond its positions is refused, whatever memory there is."""
+    with pytest.raises(ValueError, match=r"131,072 \+ 2 tokens, .* made for 131,072: no number of cards helps"):
+        plan(EIGHT, H100, Load(rate=1, prompt=131_072, answer=2))
+    assert plan(EIGHT, H100, Load(rate=1, prompt=131_072, answer=1))

@@ -14,6 +14,7 @@ from .handover import Handover, handover, kv_handed
 from .korthikanti import korthikanti, selective_flops
 from .kv import kv_cache, kv_per_token, requests_that_fit
 from .ladder import Plan, ladder
+from .load import Load
 from .memory import memory
 from .memory_bill import MemoryBill, Part
 from .messages import ALGORITHMS, Message, messages
@@ -23,7 +24,7 @@ from .planner import Choice, Planned, plan_training
 from .planner_why import Difference, why
 from .pools import Pools, Role, balance
 from .queueing import Steady, little, md1_wait, steady
-from .serve_rates import Load, Rate, best_split, colocated, colocated_at, decode_pool, prefill_pool
+from .serve_rates import Rate, best_split, colocated, colocated_at, decode_pool, prefill_pool
 from .serve_step import ServeStep, StepBill, serve_step
 from .serve_way import Serve
 from .serving import serving

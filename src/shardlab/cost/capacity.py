@@ -19,7 +19,8 @@ from ..specs.units import decimal, seconds
 from .bill import Bill, Row
 from .concurrency import Concurrency, concurrency
 from .handover import handover
-from .serve_rates import Load, Rate, colocated, colocated_at
+from .load import Load
+from .serve_rates import Rate, colocated, colocated_at
 from .serve_step import ServeStep, serve_step
 from .step import tensor_degrees
 from .step_time_speeds import Speeds
@@ -184,11 +185,12 @@ def capacity(spec: ModelSpec, card: CardSpec, load: Load, *, cards: int = 8, pri
     is that of `why_not_split`. Raises ValueError as these do.
     """
     number("price", price)
+    whole("cards", cards)
     link = between if isinstance(between, LinkSpec) else find_link(between)
     verdict = why_not(spec, card, load, dtype=dtype, kv_dtype=kv_dtype, arithmetic=arithmetic, speeds=speeds,
                       reserve=reserve)
     options, refused = [], []
-    for layout in layouts if layouts is not None else layouts_of(spec, card, whole("cards", cards)):
+    for layout in layouts if layouts is not None else layouts_of(spec, card, cards):
         room = concurrency(spec, card, layout, context=load.longest, dtype=dtype, kv_dtype=kv_dtype, reserve=reserve)
         if not room.requests:
             refused.append(room)

@@ -6,14 +6,39 @@ found, not a multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from ..specs.check import number, whole
+from ..specs.check import amount, number, whole
 
 Work = Sequence[tuple[int, int]]  # of one step: (new tokens, context, the new ones included) of each request
 StepSeconds = Callable[[Work], float]
+
+
+class Alike(Sequence[tuple[int, int]]):
+    """A step's work in which many requests are alike: who counts them need not look at each."""
+
+    def __init__(self, counts: Counter[tuple[int, int]]):
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self.counts.elements()
+
+    def __getitem__(self, index):
+        return list(self)[index]
+
+    def __add__(self, other: Alike) -> Alike:
+        return Alike(self.counts + other.counts)
+
+
+def alike(times: int, one: tuple[int, int]) -> Alike:
+    """So many requests with (new tokens, context) `one`."""
+    return Alike(Counter({one: times}))
 
 
 def md1_wait(rate: float, service: float) -> float:
@@ -57,13 +82,13 @@ def fixed_point(tokens: float, tpot: Callable[[int], float], most: int) -> Stead
     line through the last two counts is followed on the way. A token must not take less time where more are at once.
     Where there is no such point, `limit` is "speed": see `steady`.
     """
-    below, n, at_most = 0, 1, whole("most", most) / tpot(most)
+    below, under, n, at_most = 0, 0.0, 1, whole("most", most) / tpot(most)
     while (inside := tokens * tpot(n)) > n:
         if inside > most or n == most:
             return Steady(None, None, at_most, most, "speed")
-        slope = inside - tokens * tpot(n - 1) if n > 1 else 0.0
-        ahead = (inside - n) / (1 - slope) if slope < 1 else 1.0
-        below, n = n, min(most, max(ceil(inside), n + max(1, int(min(ahead, most)))))
+        slope = (inside - under) / (n - below) if below else 0.0  # of the line through the last two
+        ahead = (inside - n) / (1 - slope) if slope < 1 else 2.0 * (n - below)
+        below, under, n = n, inside, min(most, max(ceil(inside), n + max(1, int(min(ahead, most)))))
     while n - below > 1:  # the line may have led too far where time a token bends down
         half = (below + n) // 2
         below, n = (below, half) if tokens * tpot(half) <= half else (half, n)
@@ -86,14 +111,15 @@ def steady(rate: float, answer: int, step: StepSeconds, *, context: int, most: i
     random here: a mean, around which a real batch goes up and down. Raises ValueError on numbers that are not above 0,
     and where prompts alone keep the server busy.
     """
-    busy = number("rate", rate) * prefill
+    busy = number("rate", rate) * amount("prefill", prefill)
+    whole("flight", flight)
     if prefill and busy >= 1:
         return Steady(None, None, 0.0, most, "speed")
     whole("answer", answer)
     work = (1, whole("context", context))
 
     def tpot(n: int) -> float:
-        return step([work] * -(-n // flight)) / (1 - busy)
+        return step(alike(-(-n // flight), work)) / (1 - busy)
 
     found = fixed_point(rate * answer, tpot, most)
     if found.batch is None and rate * answer * tpot(MORE * most) <= MORE * most:

@@ -11,7 +11,7 @@ from ..specs import Layout, ModelSpec
 from .kv import kv_cache
 from .memory import memory
 from .places import alone, places, rank_at
-from .queueing import Work
+from .queueing import Alike, Work
 
 
 def unspread(layout: Layout) -> Layout:
@@ -84,7 +84,10 @@ def seen(work: Work, spec: ModelSpec) -> Iterator[tuple[int, int, int, float, fl
     """Of each kind of request in a step: how many there are, new tokens, context, pairs of a query and a key that one
     sees, tokens whose cache is read. The last two are means over layers, of which windowed ones see and keep less."""
     share, window = spec.windowed_layers / spec.layers, spec.window
-    for (new, context), times in Counter(work).items():  # a step of equal decodes is one line
+    counts = work.counts if isinstance(work, Alike) else Counter(work)
+    for (new, context), times in counts.items():  # a step of equal decodes is one line
+        if not 1 <= new <= context:
+            raise ValueError(f"({new}, {context}) is no work: one new token or more, of a context that counts them in")
         pairs, read = new * context - new * (new - 1) / 2, float(context)
         if window:
             before = context - new

@@ -8,61 +8,17 @@ look, and what can't work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from ..specs.check import number, whole
-from .queueing import Steady, StepSeconds, fixed_point, md1_wait
+from ..specs.check import amount, whole
+from .load import Load
+from .queueing import Steady, StepSeconds, alike, fixed_point, md1_wait
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a step that decodes and pieces of prompts share
+WHOLE = BUDGETS[-1]  # tokens of whole prompts that are computed together at most
 TRIES = 16  # halvings of a rate: to one part in 65,536
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is asked for: `rate` requests a second, of `prompt` tokens, of which the share `hits` is cached already, and
-    `answer` new ones. On average the first token may take `ttft` seconds, a further one `tpot`; `gap` is the longest
-    that an answer may stand still between two tokens. None is no limit. Raises ValueError on what is not above 0."""
-
-    rate: float
-    prompt: int
-    answer: int
-    hits: float = 0.0
-    ttft: float | None = None
-    tpot: float | None = None
-    gap: float | None = None
-
-    def __post_init__(self):
-        number("rate", self.rate)
-        for name in ("prompt", "answer"):
-            whole(name, getattr(self, name))
-        for name in ("ttft", "tpot", "gap"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name))
-        if not 0 <= self.hits < 1:
-            raise ValueError(f"hits = {self.hits} is a share of the prompt: 0 to less than 1")
-
-    @property
-    def uncached(self) -> int:
-        """Tokens of a prompt that are computed, the last one at least."""
-        return max(1, ceil(self.prompt * (1 - self.hits)))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a request at its end."""
-        return self.prompt + self.answer
-
-    @property
-    def context(self) -> int:
-        """Tokens that a decoding request has on average."""
-        return self.prompt + (self.answer + 1) // 2
-
-    def keeps(self, ttft: float, tpot: float, gap: float) -> bool:
-        """Whether these seconds are within the limits."""
-        return all(limit is None or value <= limit for value, limit in (
-            (ttft, self.ttft), (tpot, self.tpot), (gap, self.gap)))
 
 
 class Rate(NamedTuple):
@@ -81,19 +37,45 @@ class Rate(NamedTuple):
 NONE = Rate(0.0, inf, inf, inf, 0.0, "nothing keeps the times")
 
 
-def prefill_seconds(step: StepSeconds, load: Load, budget: int | None = None, batch: int = 0) -> tuple[float, float]:
+def prefill_seconds(step: StepSeconds, load: Load, budget: int | None = None, batch: int = 0, together: int = 1
+                    ) -> tuple[float, float]:
     """Seconds that a server is busy with one prompt, and of one of the steps that it takes: the whole prompt in one
-    (`budget` None), or pieces, beside `batch` decodes, in steps of `budget` tokens."""
+    (`budget` None), or pieces, beside `batch` decodes, in steps of `budget` tokens. `together` prompts share a step, if
+    they fit whole (`in_a_step`)."""
     cached = load.prompt - load.uncached
-    if budget is None:
-        whole_one = step([(load.uncached, load.prompt)])
-        return whole_one, whole_one
-    piece = min(load.uncached, budget - batch)
+    piece = load.uncached if budget is None else min(load.uncached, budget - batch)
     if piece < 1:
         return inf, inf
-    pieces = load.uncached / piece
-    one = step([(1, load.context)] * batch + [(piece, cached + (load.uncached + piece) // 2)])
-    return pieces * one, one
+    prompts = alike(together, (piece, cached + (load.uncached + piece) // 2))
+    one = step(prompts if budget is None else alike(batch, (1, load.context)) + prompts)
+    return load.uncached / piece * one / together, one
+
+
+def in_a_step(load: Load, most: int, budget: int | None, batch: int) -> int:
+    """How many prompts a step computes at most, where `most` requests fit; one at least, if it has to in pieces."""
+    return max(1, min(most, (WHOLE if budget is None else budget - batch) // load.uncached))
+
+
+def waiting(rate: float, most: int, one: Callable[[int], float], beside: float = 0.0, least: int = 1) -> int:
+    """How many prompts share a step where `rate` come a second: as many as come while so many are computed, for `one`
+    of them seconds and `beside` of other work; from `least` to `most`."""
+    low, high = least, max(least, most)
+    while low < high:
+        half = (low + high) // 2
+        low, high = (low, half) if rate * (one(half) + beside) <= half else (half + 1, high)
+    return low
+
+
+def first_token(rate: float, most: int, one: Callable[[int], float], seconds: float) -> float:
+    """Seconds from arrival to a prompt's end, of `seconds` alone: as in M/D/1, one after the other; or, where that is
+    sooner, half of a step's wait and then a step with all that have come meanwhile."""
+    ways = [md1_wait(rate, seconds) + seconds] if rate * seconds < 1 else []
+    if most > 1:
+        m = waiting(rate, most, one, least=2)
+        if rate * one(m) < m:
+            full = md1_wait(rate / m, one(m)) if m == most else 0.0
+            ways.append(one(m) + max(one(m) / 2, full))
+    return min(ways, default=inf)
 
 
 def colocated_at(rate: float, step: StepSeconds, load: Load, most: int, budget: int | None, flight: int = 1
@@ -116,7 +98,8 @@ def colocated(step: StepSeconds, load: Load, most: int, flight: int = 1) -> Rate
                ) -> Rate | None:
             return _at(rate, load, most, budget, flight, plain, prompts)
 
-        best = max(best, _highest(at, load, flight / prompts(1)[0]), key=lambda one: one.rate)
+        limit = min(flight / prompts(1, in_a_step(load, most, budget, 1))[0], most / (load.answer * plain(most)))
+        best = max(best, _highest(at, load, limit), key=lambda one: one.rate)
     return best
 
 
@@ -127,24 +110,28 @@ def keeps_at(rate: float, step: StepSeconds, load: Load, most: int, flight: int 
 
 
 Plain = Callable[[int], float]  # seconds of a step of decodes alone, of so many requests
-Prompts = Callable[[int], tuple[float, float]]  # `prefill_seconds`, beside so many
+Prompts = Callable[[int, int], tuple[float, float]]  # `prefill_seconds`, beside so many, of so many together
 
 
 def _times(step: StepSeconds, load: Load, budget: int | None, flight: int) -> tuple[Plain, Prompts]:
     """Both remembered: a search asks for the same ones again and again."""
     def plain(n: int) -> float:
-        return step([(1, load.context)] * -(-n // flight))
+        return step(alike(-(-n // flight), (1, load.context)))
 
-    def prompts(n: int) -> tuple[float, float]:
-        return prefill_seconds(step, load, budget, -(-n // flight))
+    def prompts(n: int, together: int) -> tuple[float, float]:
+        return prefill_seconds(step, load, budget, -(-n // flight), together)
 
     return cache(plain), cache(prompts)
 
 
 def _at(rate: float, load: Load, most: int, budget: int | None, flight: int, plain: Plain, prompts: Prompts
         ) -> Rate | None:
+    def prefill(n: int) -> tuple[float, float]:
+        return prompts(n, waiting(rate / flight, in_a_step(load, most, budget, -(-n // flight)),
+                                  lambda m: prompts(n, m)[1], plain(n) if budget is None else 0.0))
+
     def tpot(n: int) -> float:
-        seconds, one = prompts(n)
+        seconds, one = prefill(n)
         share = rate * seconds / flight
         if share >= 1:
             return inf
@@ -156,9 +143,9 @@ def _at(rate: float, load: Load, most: int, budget: int | None, flight: int, pla
     if at.batch is None or at.tpot is None:
         return None
     n = max(1, ceil(at.batch))
-    seconds, one = prompts(n)
-    ttft = md1_wait(rate, seconds / flight) + seconds
-    gap = one if budget is not None else one + plain(n)
+    ttft = first_token(rate / flight, in_a_step(load, most, budget, -(-n // flight)), lambda m: prompts(n, m)[1],
+                       prompts(n, 1)[0])
+    gap = prefill(n)[1] + (plain(n) if budget is None else 0.0)
     return Rate(rate, ttft, at.tpot, gap, at.batch, f"pieces of {budget:,} tokens a step" if budget else
                 "whole prompts between steps", budget)
 
@@ -166,18 +153,19 @@ def _at(rate: float, load: Load, most: int, budget: int | None, flight: int, pla
 def prefill_pool(step: StepSeconds, load: Load, after: float = 0.0, flight: int = 1) -> Rate:
     """The same of a server of prompts alone, with `after` seconds from there to the first token: what of the cache's
     transfer nothing hides."""
-    seconds, _ = prefill_seconds(step, load)
+    amount("after", after)
+    most, (_, prompts) = in_a_step(load, WHOLE, None, 0), _times(step, load, None, flight)
 
     def at(rate: float) -> Rate | None:
-        if rate * seconds / flight >= 1:
-            return None
-        return Rate(rate, md1_wait(rate, seconds / flight) + seconds + after, 0.0, 0.0, 0.0, "prompts alone")
+        ttft = first_token(rate / flight, most, lambda m: prompts(0, m)[1], prompts(0, 1)[0])
+        return None if ttft == inf else Rate(rate, ttft + after, 0.0, 0.0, 0.0, "prompts alone")
 
-    return _highest(at, load, flight / seconds)
+    return _highest(at, load, flight / prompts(0, most)[0])
 
 
 def decode_pool(step: StepSeconds, load: Load, most: int, flight: int = 1) -> Rate:
     """The same of a server of answers alone."""
+    whole("most", most)
     plain, _ = _times(step, load, None, flight)
 
     def at(rate: float) -> Rate | None:
@@ -194,6 +182,8 @@ def best_split(prefill: float, decode: float, instances: int) -> tuple[int, floa
     do, where an instance does `prefill` or `decode` of them. Raises ValueError on fewer than two instances."""
     if whole("instances", instances) < 2:
         raise ValueError("one instance can't be split: a pool for prompts and one for answers take two")
+    amount("prefill", prefill)
+    amount("decode", decode)
     return max(((n, min(n * prefill, (instances - n) * decode)) for n in range(1, instances)),
                key=lambda pair: pair[1])
 

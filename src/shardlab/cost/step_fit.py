@@ -61,6 +61,8 @@ def fit_steps(log: Iterable[tuple[Work, float]]) -> StepFit:
     Raises ValueError on a log of fewer than two different steps, and on times that are not above 0.
     """
     steps = [(tuple(work), number("seconds", seconds)) for work, seconds in log]
+    if wrong := [each for work, _ in steps for each in work if not 1 <= each[0] <= each[1]]:
+        raise ValueError(f"{wrong[0]} is no work: one new token or more, of a context that counts them in")
     if len({work for work, _ in steps}) < 2:
         raise ValueError(f"a fit takes two different steps at least, and the log has {len({w for w, _ in steps})}: log "
                          "more of them")

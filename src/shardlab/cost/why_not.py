@@ -12,12 +12,14 @@ from math import ceil, inf
 from typing import Any, Literal, NamedTuple
 
 from ..specs import CardSpec, ClusterSpec, LinkSpec, ModelSpec
+from ..specs.check import whole
 from ..specs.units import decimal, seconds
 from .bill import Bill, Row
 from .concurrency import concurrency
 from .handover import Handover, kv_handed
+from .load import Load
 from .queueing import MORE, StepSeconds
-from .serve_rates import Load, best_split, colocated, decode_pool, keeps_at, prefill_pool
+from .serve_rates import best_split, colocated, decode_pool, keeps_at, prefill_pool
 from .serve_step import serve_step
 from .step_time_speeds import Speeds
 from .training import RESERVE
@@ -47,11 +49,12 @@ def why_not(spec: ModelSpec, card: CardSpec, load: Load, *, aim: Aim | None = No
 
     No: "fits and fast enough", "traffic too low" (for throughput), "latency already met" (for latency). Yes: "does not
     fit"; "latency", one request alone takes too long, which copies don't change; "concurrency", more requests at once
-    than memory has room for; "peak throughput", more than a card computes. Raises ValueError on another aim, and as
-    `concurrency` and `serve_step` do.
+    than memory has room for; "peak throughput", more than a card computes. Raises ValueError on another aim, on more
+    tokens than the model was made for, and as `concurrency` and `serve_step` do.
     """
     if aim not in (None, "throughput", "latency"):
         raise ValueError(f"aim = {aim!r}: more cards are for 'throughput' or for 'latency', or say neither")
+    load.within(spec)
     room = concurrency(spec, card, context=load.longest, dtype=dtype, kv_dtype=kv_dtype, reserve=reserve)
     if not room.requests:
         what = f"{decimal(room.weights)} of weights alone" if room.binds == "weights" else (
@@ -166,6 +169,7 @@ def why_not_split(step: StepSeconds, load: Load, transfer: Handover, *, instance
     that makes answers, where they differ), `most` what it holds at once. The same number of instances is compared:
     without limits one pool always does as much or more, since no instance waits for the other kind of work.
     """
+    whole("instances", instances)
     decode = decode or step
     one = colocated(step, load, most, flight)
     prompts, answers = prefill_pool(step, load, transfer.by_layers, flight), decode_pool(decode, load, most, flight)

@@ -19,6 +19,13 @@ def number(name: str, value: object) -> float:
     return float(value)
 
 
+def amount(name: str, value: object) -> float:
+    """`value` as a float if it is a finite number, 0 or above; ValueError naming both if not."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
+        raise ValueError(f"{name} must be a number of 0 or above, not {value!r}")
+    return float(value)
+
+
 def flag(name: str, value: object) -> bool:
     """`value` if it is True or False; ValueError naming both if not."""
     if not isinstance(value, bool):
