@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ..specs.check import whole
 
@@ -23,27 +22,21 @@ def block_hash(parent: int, tokens: tuple[int, ...]) -> int:
     return hash((parent, tokens))
 
 
-class Content(NamedTuple):
-    """What a filled block holds: `number` is given once and never again, `parent` is that of the content before it,
-    `key` is where it is looked up."""
-
-    block: int
-    number: int
-    parent: int
-    tokens: tuple[int, ...]
-    key: int
-
-
 class BlockPool:
-    """`blocks` blocks for `block_size` tokens each, and who uses them; the tensors are elsewhere (`pages`)."""
+    """`blocks` blocks for `block_size` tokens each, and who uses them; the tensors are elsewhere (`pages`).
+
+    What a filled block holds is its content: its tokens, behind those of the content `parent`. A content has a number,
+    given once and never again.
+    """
 
     def __init__(self, blocks: int, block_size: int = 16):
         self.blocks, self.block_size = whole("blocks", blocks), whole("block_size", block_size)
         self.users = [0] * blocks
         self._empty = deque(range(blocks))
         self._unused: OrderedDict[int, None] = OrderedDict()  # with a content, unused for longest first
-        self._contents: list[Content | None] = [None] * blocks
-        self._known: dict[int, Content] = {}
+        self._number = [ROOT] * blocks  # of each block's content, ROOT where it has none
+        self._parent, self._key, self._tokens = [ROOT] * blocks, [0] * blocks, [tuple[int, ...]()] * blocks
+        self._known: dict[int, int] = {}  # block, by the hash of its content
         self._next = ROOT + 1
 
     @property
@@ -77,24 +70,23 @@ class BlockPool:
         They are pinned at once: until they are released, `take` gives none of them away. The last token is never among
         those found, since somebody has to compute what follows it; nor is a block that is not filled.
         """
-        found = list(self._beginning(tokens))
-        blocks = [content.block for content in found]
+        blocks = list(self._beginning(tokens))
         self.hold(blocks)
-        return blocks, found[-1].number if found else ROOT
+        return blocks, self._number[blocks[-1]] if blocks else ROOT
 
     def known(self, tokens: Sequence[int]) -> int:
         """How many of the first of `tokens` `share` would find."""
         return self.block_size * sum(1 for _ in self._beginning(tokens))
 
-    def _beginning(self, tokens: Sequence[int]) -> Iterator[Content]:
+    def _beginning(self, tokens: Sequence[int]) -> Iterator[int]:
         size, parent = self.block_size, ROOT
         for start in range(0, len(tokens) - size, size):
             filled = tuple(tokens[start : start + size])
-            content = self._find(block_hash(parent, filled), parent, filled)
-            if content is None:
+            block = self._find(block_hash(parent, filled), parent, filled)
+            if block is None:
                 return
-            parent = content.number
-            yield content
+            parent = self._number[block]
+            yield block
 
     def keep(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
         """Say what a filled block holds, behind the content `parent`; the number of that content.
@@ -107,12 +99,14 @@ class BlockPool:
                              "users: only full blocks in use are kept")
         key = block_hash(parent, tokens)
         if (known := self._find(key, parent, tokens)) is not None:
-            return known.number
-        self._forget(block)
-        content = Content(block, self._next, parent, tokens, key)
+            return self._number[known]
+        if self._number[block]:
+            self._forget(block)
+        number = self._number[block] = self._next
         self._next += 1
-        self._contents[block] = self._known[key] = content  # of two with one hash, the newer is found
-        return content.number
+        self._parent[block], self._key[block], self._tokens[block] = parent, key, tokens
+        self._known[key] = block  # of two with one hash, the newer is found
+        return number
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One user more of each: somebody who reads or writes it, whatever becomes of the request."""
@@ -127,27 +121,27 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One user less of each. Of blocks that nobody uses then, the last are reused first: their beginnings serve
         more requests. RuntimeError where one has no user."""
-        users, contents = self.users, self._contents
+        users, numbers = self.users, self._number
         for block in reversed(blocks):
             if not users[block]:
                 raise RuntimeError(f"block {block} is released by somebody who does not have it")
             users[block] -= 1
             if users[block]:
                 continue
-            if contents[block] is None:
-                self._empty.append(block)
-            else:
+            if numbers[block]:
                 self._unused[block] = None
+            else:
+                self._empty.append(block)
 
-    def _find(self, key: int, parent: int, tokens: tuple[int, ...]) -> Content | None:
-        """The content of these tokens behind `parent`, if it is known: what a hash finds is compared, for two can have
-        the same."""
-        content = self._known.get(key)
-        return content if content and content.parent == parent and content.tokens == tokens else None
+    def _find(self, key: int, parent: int, tokens: tuple[int, ...]) -> int | None:
+        """The block of these tokens behind `parent`, if one is known: what a hash finds is compared, for two contents
+        can have the same."""
+        block = self._known.get(key)
+        if block is not None and self._parent[block] == parent and self._tokens[block] == tokens:
+            return block
+        return None
 
     def _forget(self, block: int) -> None:
-        content = self._contents[block]
-        if content is not None:
-            self._contents[block] = None
-            if self._known.get(content.key) is content:
-                del self._known[content.key]
+        self._number[block] = ROOT
+        if self._known.get(self._key[block]) == block:
+            del self._known[self._key[block]]
