@@ -178,6 +178,9 @@ def test_a_block_that_is_used_again_is_forgotten():
     assert taken == [3, blocks[2]], "first what is empty, then the end of a text"
     found, _ = pool.share([*range(12), 99])
     assert found == blocks[:2]
+    pool.release(found)
+    pool.release(taken)
+    assert pool.take(2) == taken[::-1], "without a content again, they are empty: before those that have one"
 
 
 def test_what_is_unused_for_longest_goes_first():
