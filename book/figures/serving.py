@@ -13,6 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from shardlab.cost import Speeds, bytes_read, decode_floor, serve_step
 from shardlab.serve import Answer, Batch, BlockPool, Request, Scheduler, mixed, prefill_first
+from shardlab.serve.kv_cache import ROOT
 from shardlab.serve.scheduler import Policy
 from shardlab.show.palette import AXES, HELD, INK, LINES, PALE, on
 from shardlab.show.picture import Picture
@@ -106,9 +107,8 @@ def tables() -> tuple[list[int], list[int], list[list[str]]]:
         words[block] = ["another", "request's", "", ""]
     tokens = list(range(len(FIRST)))
     first = pool.take(pool.needed(len(tokens)))
-    parent = 0
-    for i in range(len(tokens) // SIZE):
-        parent = pool.keep(first[i], parent, tuple(tokens[i * SIZE : (i + 1) * SIZE]))
+    full = len(tokens) // SIZE
+    pool.keep(first[:full], ROOT, tokens[: full * SIZE])
     begins = [*tokens[: 2 * SIZE], 100, 101, 102]
     shared, _ = pool.share(begins)
     second = shared + pool.take(pool.needed(len(begins)) - len(shared))

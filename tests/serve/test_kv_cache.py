@@ -69,11 +69,12 @@ class Pool(RuleBasedStateMachine):
     def write(self, data, count):
         """Fill some more blocks of a user, and say so."""
         user = data.draw(st.sampled_from(self.users))
-        for i in range(user.kept, min(user.kept + count, len(user.tokens) // SIZE)):
+        kept, filled = user.kept, max(user.kept, min(user.kept + count, len(user.tokens) // SIZE))
+        for i in range(kept, filled):
             self.written[user.blocks[i]] = user.tokens[: (i + 1) * SIZE]
             self.texts.add((*user.tokens[: (i + 1) * SIZE], 0))
-            user.parent = self.pool.keep(user.blocks[i], user.parent, tuple(user.tokens[i * SIZE : (i + 1) * SIZE]))
-            user.kept = i + 1
+        user.parent = self.pool.keep(user.blocks[kept:filled], user.parent, user.tokens[kept * SIZE : filled * SIZE])
+        user.kept = filled
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
@@ -107,7 +108,7 @@ class Pool(RuleBasedStateMachine):
                 self.pool.release([block])
         if not used[block] or data.draw(st.booleans()):
             with pytest.raises(ValueError, match="only full blocks in use"):
-                self.pool.keep(block, ROOT, (1,) * (SIZE - 1 if used[block] else SIZE))
+                self.pool.keep([block], ROOT, (1,) * (SIZE - 1 if used[block] else SIZE))
 
     @invariant()
     def each_block_has_its_users(self):
@@ -145,8 +146,8 @@ def filled(pool, tokens):
     """One user's blocks of all these tokens, known, and given back."""
     found, parent = pool.share(tokens)
     blocks, size = found + pool.take(pool.needed(len(tokens)) - len(found)), pool.block_size
-    for i in range(len(found), len(tokens) // size):
-        parent = pool.keep(blocks[i], parent, tuple(tokens[i * size : (i + 1) * size]))
+    full = len(tokens) // size
+    pool.keep(blocks[len(found) : full], parent, tokens[len(found) * size : full * size])
     pool.release(blocks)
     return blocks
 
@@ -196,9 +197,9 @@ def test_what_two_have_computed_is_known_once():
     """The second's block is its own, without a name; what follows it is found behind the first's."""
     pool = BlockPool(6, 2)
     one, other = pool.take(1), pool.take(2)
-    number = pool.keep(one[0], ROOT, (1, 2))
-    assert pool.keep(other[0], ROOT, (1, 2)) == number
-    pool.keep(other[1], number, (3, 4))
+    number = pool.keep(one, ROOT, (1, 2))
+    assert pool.keep(other[:1], ROOT, (1, 2)) == number
+    pool.keep(other[1:], number, (3, 4))
     assert pool.share([1, 2, 3, 4, 5])[0] == [one[0], other[1]]
 
 
@@ -206,8 +207,8 @@ def test_of_two_with_one_hash_the_newer_is_found_though_the_older_goes(monkeypat
     monkeypatch.setattr(kv_cache, "block_hash", lambda parent, tokens: 0)
     pool = BlockPool(2, 2)
     older, newer = pool.take(1), pool.take(1)
-    pool.keep(older[0], ROOT, (1, 2))
-    pool.keep(newer[0], ROOT, (3, 4))
+    pool.keep(older, ROOT, (1, 2))
+    pool.keep(newer, ROOT, (3, 4))
     pool.release(older)
     assert pool.share([1, 2, 0])[0] == [] and pool.take(1) == older
     assert pool.share([3, 4, 0])[0] == newer

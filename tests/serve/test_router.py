@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shardlab.serve import Request
 from shardlab.serve.arrivals import poisson
 from shardlab.serve.cluster import Cluster
+from shardlab.serve.kv_cache import ROOT
 from shardlab.serve.router import LeastOutstanding, PrefixAffinity, RoundRobin, apart
 from shardlab.serve.simulate import Simulated
 from shardlab.serve.workload import Lengths, synthetic
@@ -50,9 +51,8 @@ def test_affinity_takes_the_longest_prefix_within_the_bound_and_the_least_of_tho
     instances = idle(len(loads))
     prompt = list(range(20))
     for each, load in zip(instances, loads, strict=True):
-        each.outstanding, parent = load, 0
-        for i, block in enumerate(each.pool.take(data.draw(st.integers(0, 4)))):
-            parent = each.pool.keep(block, parent, tuple(prompt[4 * i : 4 * i + 4]))
+        each.outstanding, blocks = load, each.pool.take(data.draw(st.integers(0, 4)))
+        each.pool.keep(blocks, ROOT, prompt[: 4 * len(blocks)])
     picked = PrefixAffinity(Random(0), ahead).pick(instances, Request(0, prompt, 1))
     allowed = [each for each in instances if each.outstanding <= min(loads) + ahead]
     assert picked in allowed

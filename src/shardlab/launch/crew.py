@@ -25,6 +25,7 @@ from .report import Output, Report
 START_LIMIT = 120.0  # seconds until all ranks are in their process group; the first start imports torch
 GRACE = 1.0  # seconds for which a lost connection waits for the failure that caused it
 TICK = 0.1  # seconds between two looks at what the ranks print; for which a failure waits for others of its kind
+ALONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # fork wants one thread
 SIGNAL_HINTS = {"SIGKILL": "; the system does this when memory runs out",
                 "SIGABRT": "; gloo does this when ranks disagree on a dtype or a size, and code that is not "
                            "Python where memory, or a card, runs out"}
@@ -48,10 +49,9 @@ class Server:
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from shardlab.launch import rank; rank.server()"
-        alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # fork wants one
         with theirs:  # a session of its own: Ctrl-C is for the starting process, which then ends the ranks
             self._process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(),
-                                             stdout=subprocess.DEVNULL, env=os.environ | alone, start_new_session=True)
+                                             stdout=subprocess.DEVNULL, env=environ() | ALONE, start_new_session=True)
         self._owner = os.getpid()
         atexit.register(self._stop, self._process, self._socket, self._owner)
 
@@ -156,6 +156,9 @@ class Crew:
 
 
 def environ() -> dict[str, str]:
-    """This process's environment, with the loopback as gloo's interface where none is named: gloo would look up the
-    host's name, which need not resolve."""
-    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"} | os.environ
+    """This process's environment, and what ranks want beside it, unless it is set there: the loopback as gloo's
+    interface, for gloo would look up the host's name, which need not resolve; and large tensors in pages of 2 MiB where
+    Linux has some for who asks, since new memory in pages of 4 KiB takes several times as long to be found and cleared
+    as to be written (docs.kernel.org, Transparent Hugepage Support)."""
+    ours = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "THP_MEM_ALLOC_ENABLE": "1"}
+    return ours | os.environ

@@ -88,25 +88,30 @@ class BlockPool:
             parent = self._number[block]
             yield block
 
-    def keep(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Say what a filled block holds, behind the content `parent`; the number of that content.
+    def keep(self, blocks: Sequence[int], parent: int, tokens: Sequence[int]) -> int:
+        """Say that these blocks, one after the other, are filled with `tokens`, behind the content `parent`; the number
+        of the last one's content.
 
-        If another block holds the same already, that one stays the known one. Raises ValueError on a block that is not
-        full, and on one that nobody uses.
+        Where another block holds the same already, that one stays the known one. Raises ValueError on blocks that are
+        not full, and on one that nobody uses.
         """
-        if len(tokens) != self.block_size or not self.users[block]:
-            raise ValueError(f"block {block} with {len(tokens)} of {self.block_size} tokens and {self.users[block]} "
-                             "users: only full blocks in use are kept")
-        key = block_hash(parent, tokens)
-        if (known := self._find(key, parent, tokens)) is not None:
-            return self._number[known]
-        if self._number[block]:
-            self._forget(block)
-        number = self._number[block] = self._next
-        self._next += 1
-        self._parent[block], self._key[block], self._tokens[block] = parent, key, tokens
-        self._known[key] = block  # of two with one hash, the newer is found
-        return number
+        size, numbers, known = self.block_size, self._number, self._known
+        if len(tokens) != size * len(blocks) or not all([self.users[block] for block in blocks]):
+            raise ValueError(f"{len(tokens)} tokens in blocks {list(blocks)!r:.80} of {size}, which have "
+                             f"{[self.users[block] for block in blocks]!r:.80} users: only full blocks in use are kept")
+        for i, block in enumerate(blocks):
+            filled = tuple(tokens[i * size : (i + 1) * size])
+            key = block_hash(parent, filled)
+            if (same := self._find(key, parent, filled)) is not None:
+                parent = numbers[same]
+                continue
+            if numbers[block]:
+                self._forget(block)
+            self._parent[block], self._key[block], self._tokens[block] = parent, key, filled
+            known[key] = block  # of two with one hash, the newer is found
+            parent = numbers[block] = self._next
+            self._next += 1
+        return parent
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One user more of each: somebody who reads or writes it, whatever becomes of the request."""

@@ -214,11 +214,9 @@ class Scheduler:
 
     def _keep(self, each: Running) -> None:
         """Tell the pool what the blocks hold that were filled since."""
-        size, keep, tokens, parent = self.pool.block_size, self.pool.keep, each.tokens, each.parent
-        filled = each.computed // size
-        for i in range(each.kept, filled):
-            parent = keep(each.blocks[i], parent, tuple(tokens[i * size : (i + 1) * size]))
-        each.kept, each.parent = filled, parent
+        size, kept, filled = self.pool.block_size, each.kept, each.computed // self.pool.block_size
+        each.parent = self.pool.keep(each.blocks[kept:filled], each.parent, each.tokens[kept * size : filled * size])
+        each.kept = filled
 
     def _preempt(self, each: Running) -> None:
         self._end(each)
