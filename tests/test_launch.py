@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import family
+from processes import eventually, family
 
 from shardlab import comm
 from shardlab.launch import RankError, RankExited, RankTimeout, launch, ranks, run
@@ -43,14 +43,6 @@ def who(group):
 
 def descriptors(pid="self"):
     return sorted(os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
-
-
-def eventually(condition, seconds=5.0):
-    """Whether `condition()` comes true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (good := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return good
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import family
+from processes import eventually, family
 
 from shardlab import comm
 from shardlab.launch import RankError, RankExited, RankTimeout, launch, ranks, run
@@ -31,6 +31,7 @@ def failing(step, size=3, **options):
         with comm.use(transport="shm"):
             return step(group)
 
+    launch(lambda group: None, 1)  # the first start imports torch, which takes a busy machine seconds
     start = time.monotonic()
     with pytest.raises(RankError) as raised:
         launch(over_shm, size, **options)
@@ -138,7 +139,7 @@ def test_ranks_that_enter_different_collectives_all_say_so(odd, words):
         comm.barrier()
 
     error, seconds = failing(step)
-    assert type(error) is RankError and error.rank == 0 and seconds < 5
+    assert type(error) is RankError and seconds < 5  # of any rank, whichever was the first to say so
     assert "raised ValueError: the ranks disagree on the collective they enter" in lines(error)[0]
     usual = "all_reduce(sum) float32 (4, 8) on axis world, ranks [0, 1, 2]"
     assert [line for line in error.traceback.splitlines() if line.startswith("  rank ")] == [
@@ -277,10 +278,8 @@ def test_two_hundred_launches_leave_nothing(tmp_path, monkeypatch):
     before = left()
     with ThreadPoolExecutor(4) as four:
         assert all(four.map(one, range(200)))
-    deadline = time.monotonic() + 5
-    while family() != before[0] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert eventually(lambda: family() == before[0])
     after = left()
-    assert after[0] == before[0] and after[2] == before[2] and after[3] == before[3]
+    assert after[2] == before[2] and after[3] == before[3]
     assert not {name for name in after[1] - before[1] if "shardlab" in name or "torch" in name}
     assert list(tmp_path.iterdir()) == []

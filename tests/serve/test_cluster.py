@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardlab.serve import Request, mixed, prefill_first
 from shardlab.serve.transfer import STATES
+from shardlab.specs import LinkSpec
 
 PREFIX = [1, 2, 3, 4, 4, 3, 2, 1, 1, 1]
 times = st.floats(0, 6, allow_nan=False)
@@ -221,3 +222,14 @@ def test_one_new_token_moves_nothing():
 def test_numbers_must_differ():
     with pytest.raises(ValueError, match="two requests have the same number"):
         Watched(fleet(0, 0, 1)).run([Request(3, [1], 1), Request(3, [2], 1)])
+
+
+def test_a_second_run_begins_at_0_and_finds_the_caches_of_the_first():
+    """Its arrivals count from its own start, and a port that was busy long ago is free."""
+    cluster = Watched(fleet(), Troubled(wire(LinkSpec(name="slow", per_direction=20.0))))
+    late = [Request(i, [*PREFIX, i], 3, arrival=5.0 + 2 * i) for i in range(3)]
+    first, second = cluster.run(late), cluster.run(late)
+    for answers in (first, second):
+        settled(cluster, answers)
+        assert all(0 < answer.times[-1] - answer.request.arrival < 2 for answer in answers)
+    assert not first[0].cached and second[0].cached

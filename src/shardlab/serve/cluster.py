@@ -39,10 +39,11 @@ class Cluster:
         self._dying = dict[int, bool]()  # given up while a step computes them; whether to be begun anew
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answer all requests; their answers, in order. Raises RuntimeError once no instance is left, and ValueError
-        where two requests have the same number."""
+        """Answer all requests, whose arrivals count from now; their answers, in order. Raises RuntimeError once no
+        instance is left, and ValueError where two requests have the same number."""
         if len({request.number for request in requests}) < len(requests):
             raise ValueError("two requests have the same number, by which they are known")
+        self.world.begin()
         answers = [Answer(request) for request in requests]
         for answer in answers:
             self.world.arrive(answer)

@@ -72,7 +72,6 @@ class Workers:
         self._running = dict[str, tuple[Instance, Batch, float]]()  # and until when
         self._moving = dict[int, Moving]()
         self._events = deque[Event]()
-        self._began: float | None = None
         self._serial = self._count = 0
         targets = [replica.name for replica in replicas if replica.role == "decode"]
 
@@ -91,7 +90,7 @@ class Workers:
         self.close()
 
     def instances(self) -> list[Instance]:
-        """The replicas for a new `Cluster`: their pools empty, the time 0. Those that have ended are not among them.
+        """The replicas for a new `Cluster`: their pools empty. Those that have ended are not among them.
 
         What an earlier cluster has left under way is given up, and waited for. Raises RuntimeError once they are closed
         or a rank has failed: make new ones.
@@ -100,9 +99,9 @@ class Workers:
         self._due = list[tuple[float, int, Answer]]()
         for moving in [each for each in self._moving.values() if each.waits is None]:
             self.cancel(moving.transfer)
+        self.begin()
         while self.next() is not None:
             pass
-        self._began = None
         self.bytes: dict[Transfer, int] = {}  # that came, of those that arrived
         self.failed: dict[Transfer, str] = {}  # and why, of those that did not
         self._instances = {name: replica.instance(self.crews.limits[name]) for name, replica in self.replicas.items()
@@ -120,9 +119,10 @@ class Workers:
 
     # what a Cluster asks of a world
 
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
     def now(self) -> float:
-        if self._began is None:
-            self._began = time.monotonic()
         return time.monotonic() - self._began
 
     def arrive(self, answer: Answer) -> None:

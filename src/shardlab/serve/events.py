@@ -74,6 +74,9 @@ class Stream(NamedTuple):
 class World(Protocol):
     """What really happens, or is said to. Whatever is begun comes back as an event."""
 
+    def begin(self) -> None:
+        """A run starts: it is 0."""
+
     def now(self) -> float: ...
 
     def arrive(self, answer: Answer) -> None:

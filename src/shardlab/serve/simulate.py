@@ -44,6 +44,12 @@ class Simulated:
         self._events: list[tuple[float, int, Event]] = []
         self._free = defaultdict[tuple[str, str], float](float)  # when a port is free again, by instance and direction
 
+    def begin(self) -> None:
+        """The time is 0 again; of what is still under way as much is left as was before."""
+        self._events = [(when - self._now, count, event) for when, count, event in self._events]
+        self._free = defaultdict(float, {port: when - self._now for port, when in self._free.items()})
+        self._now = 0.0
+
     def now(self) -> float:
         return self._now
 
